@@ -1,0 +1,326 @@
+"""The quantized linear layer: one autograd function driven by six operand rows.
+
+    Fprop  Y  = X W^T      rows fprop.input [T, K], fprop.weight [N, K]      contracts K
+    Dgrad  dX = dY W       rows dgrad.grad  [T, N], dgrad.weight [K, N]      contracts N
+    Wgrad  dW = dY^T X     rows wgrad.grad  [N, T], wgrad.input  [K, T]      contracts T
+
+A missing row leaves its operand in high precision; with no rows at all this is nn.Linear. What is kept for the
+backward pass is the packed operand of Wgrad, not the activation.
+Legend: T tokens (leading dimensions flattened), K in_features, N out_features.
+Source: arXiv 2509.25149 section 3 and figure 5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quatrain.formats import QuantSpec
+from quatrain.kernels.matmul import gemm_parts
+from quatrain.kernels.quantize import quantize_parts
+from quatrain.nn.state import OPERANDS, PRECISIONS, SharedState, keys_now
+
+Specs = tuple[str | None, ...]  # canonical text of six rows, in the order of OPERANDS: constants to a compiler
+Parts = tuple[Any, Any, Any]  # codes, scales, amax; or a plain tensor and two None
+WeightCodes = tuple[Any, ...]  # two Parts: for Fprop and for Dgrad
+
+
+@dataclass(frozen=True)
+class LinearRows:
+    """The six operand rows of one linear; None leaves that operand in high precision.
+
+    Raises:
+        ValueError: the two rows of one GEMM differ in format or transform, or only one of them is transformed.
+    """
+
+    fprop_input: QuantSpec | None = None
+    fprop_weight: QuantSpec | None = None
+    dgrad_grad: QuantSpec | None = None
+    dgrad_weight: QuantSpec | None = None
+    wgrad_grad: QuantSpec | None = None
+    wgrad_input: QuantSpec | None = None
+
+    def __post_init__(self) -> None:
+        for gemm, left, right in (
+            ("fprop", self.fprop_input, self.fprop_weight),
+            ("dgrad", self.dgrad_grad, self.dgrad_weight),
+            ("wgrad", self.wgrad_grad, self.wgrad_input),
+        ):
+            if left is not None and right is not None and left.format != right.format:
+                raise ValueError(f"both rows of {gemm} must have one format, received {left.format} and {right.format}")
+            transforms = [row.transform if row is not None else None for row in (left, right)]
+            if transforms[0] != transforms[1]:
+                raise ValueError(
+                    f"both rows of {gemm} must carry the same transform (it cancels in the product), "
+                    f"received {transforms[0]} and {transforms[1]}"
+                )
+
+    @property
+    def rows(self) -> tuple[QuantSpec | None, ...]:
+        """The six specs in the order of OPERANDS."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    def specs(self, precision: str | None = None) -> Specs:
+        """Rows as text, less those that a BF16 phase switches off ("forward", "both")."""
+        off = {None: 0, "forward": 2, "both": 6}[precision]
+        return tuple(row.to_json() if row is not None and i >= off else None for i, row in enumerate(self.rows))
+
+
+class QuantLinear(nn.Linear):
+    """An nn.Linear whose GEMMs follow operand rows; the same object, parameters, hooks and state_dict keys as before.
+
+    `convert` turns an existing nn.Linear into one; it is never constructed directly.
+    """
+
+    _rows: LinearRows
+    _shared_state: SharedState
+    _index: int  # this module's line in the shared state
+    _specs: dict[str | None, Specs]  # by precision phase
+    _key_words: tuple[int, ...]  # one 64-bit seed for each operand
+    _keys: Tensor  # the same, int64 [6] on the weight's device
+    _weight_cache: tuple[tuple[Any, ...], WeightCodes] | None
+
+    @property
+    def operand_rows(self) -> LinearRows:
+        """The rows this module was converted with."""
+        return self._rows
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features], in the compute dtype (autocast's, else the input's)."""
+        state = self._shared_state
+        specs = self._specs[state.precision]
+        if not any(specs):
+            return nn.functional.linear(input, self.weight, self.bias)
+        if input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"the last dimension of the input must be in_features = {self.in_features}, "
+                f"received shape {tuple(input.shape)}"
+            )
+        dtype = _compute_dtype(input)
+        x = input.to(dtype).reshape(-1, self.in_features)
+        training = torch.is_grad_enabled()
+        keys = keys_now(self._keys, state.clock)
+        codes = self._weight_codes(keys, dtype, specs, training and x.requires_grad)
+        y, seen = _LinearFunction.apply(
+            x,
+            self.weight,
+            self.bias,
+            keys,
+            specs,
+            training and x.requires_grad,
+            training and self.weight.requires_grad,
+            *codes,
+            state.seen[self._index],
+        )
+        if not x.is_meta:
+            row = state.seen[self._index]
+            row.copy_(torch.maximum(row, seen))
+        return y.reshape(*input.shape[:-1], self.out_features)
+
+    def _weight_codes(self, keys: Tensor, dtype: torch.dtype, specs: Specs, needs_dgrad: bool) -> WeightCodes:
+        """Codes for Fprop and Dgrad: made once for each version of the weight, not for each micro-batch."""
+        if torch.compiler.is_compiling() or self.weight.is_inference():
+            return _quantize_weight(self.weight, dtype, specs, keys, needs_dgrad)
+        weight, state = self.weight, self._shared_state
+        stamp = (weight.data_ptr(), weight._version, weight.device, dtype, state.generation, specs[1], specs[3])
+        cached = self._weight_cache
+        if cached is None or cached[0] != stamp or (needs_dgrad and _lacks_dgrad(cached[1], specs)):
+            cached = (stamp, _quantize_weight(weight, dtype, specs, keys, needs_dgrad))
+            self._weight_cache = cached
+        return cached[1]
+
+    def weight_code_tensors(self) -> list[Tensor]:
+        """The cached codes, scales and amax of the weight, for accounting."""
+        cached = self._weight_cache
+        return [] if cached is None else [t for t in cached[1] if t is not None]
+
+    def drop_weight_codes(self) -> None:
+        """Forget the cached codes; the next forward makes them anew."""
+        self._weight_cache = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._weight_cache = None
+
+    def _settle(self) -> None:
+        """Bring what is no parameter to the weight's device (nothing is ever cast)."""
+        device = torch.device("cpu") if self.weight.is_meta else self.weight.device
+        self._weight_cache = None
+        self._keys = torch.tensor(self._key_words, dtype=torch.int64, device=device)
+        self._shared_state.follow(device)
+
+    def extra_repr(self) -> str:
+        """nn.Linear's line and the rows that are present."""
+        present = [name for name, row in zip(OPERANDS, self._rows.rows, strict=True) if row is not None]
+        return f"{super().extra_repr()}, rows=[{', '.join(present)}]"
+
+
+def convert(linear: nn.Linear, rows: LinearRows, state: SharedState, index: int, seed: int, rank: int) -> QuantLinear:
+    """Turn an nn.Linear into a QuantLinear in place: every reference to it, shared or tied, sees the change.
+
+    Args:
+        linear: exactly an nn.Linear (a subclass has a forward of its own).
+        rows: the six operand rows.
+        state: shared by all modules converted together.
+        index: this module's position in `state.names`.
+        seed: of all random bits.
+        rank: of this process, so that data-parallel ranks draw differently.
+
+    Raises:
+        ValueError: the module is converted already, or no plain nn.Linear.
+    """
+    if type(linear) is not nn.Linear:
+        raise ValueError(f"convert takes a plain nn.Linear, received {type(linear).__name__}")
+    linear.__class__ = QuantLinear
+    if not isinstance(linear, QuantLinear):
+        raise ValueError("the class of this module cannot be changed; build the model from plain nn.Linear modules")
+    linear._rows = rows
+    linear._shared_state = state
+    linear._index = index
+    linear._specs = {precision: rows.specs(precision) for precision in PRECISIONS}
+    linear._key_words = tuple(_key_word(seed, rank, state.names[index], operand) for operand in OPERANDS)
+    linear._settle()
+    return linear
+
+
+def _key_word(seed: int, rank: int, name: str, operand: str) -> int:
+    digest = hashlib.sha256(f"{seed}\0{rank}\0{name}\0{operand}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    if kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def _key(keys: Tensor, operand: int) -> Tensor:
+    """int64 [2]: the operand's seed and the clock, from int64 [7]."""
+    return torch.cat([keys[operand : operand + 1], keys[6:]])
+
+
+def _packed(x: Tensor, specs: Specs, operand: int, keys: Tensor) -> Parts:
+    """The operand's codes, scales and amax, or the tensor itself where its row is missing."""
+    spec = specs[operand]
+    if spec is None:
+        return x, None, None
+    return quantize_parts(x, spec, _key(keys, operand) if '"stochastic' in spec else None)
+
+
+def _serves_both_ways(spec: str) -> bool:
+    """Whether codes of W are also codes of its transpose: square blocks, no transform, nothing drawn."""
+    return '"transform"' not in spec and '"stochastic' not in spec and '"block":[1,' not in spec
+
+
+def _one_weight(specs: Specs) -> bool:
+    """Whether Dgrad reuses the weight codes of Fprop."""
+    return specs[3] is not None and specs[1] == specs[3] and _serves_both_ways(specs[3])
+
+
+def _lacks_dgrad(codes: WeightCodes, specs: Specs) -> bool:
+    return specs[3] is not None and not _one_weight(specs) and codes[3] is None
+
+
+def _quantize_weight(weight: Tensor, dtype: torch.dtype, specs: Specs, keys: Tensor, needs_dgrad: bool) -> WeightCodes:
+    """(codes, scales, amax) of the weight for Fprop and for Dgrad; None where the row is missing or not needed."""
+    nothing = (None, None, None)
+    w = weight.detach().to(dtype)
+    fprop: Any = _packed(w, specs, 1, keys) if specs[1] else nothing
+    if not needs_dgrad or not specs[3]:
+        return (*fprop, *nothing)
+    if _one_weight(specs):
+        return (*fprop, *nothing)
+    return (*fprop, *_packed(w if _serves_both_ways(specs[3]) else w.t(), specs, 3, keys))
+
+
+class _LinearFunction(torch.autograd.Function):
+    """Fprop now, Dgrad and Wgrad later. Between them only packed operands are alive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [T, K] compute dtype
+        weight: Tensor,  # [N, K] master
+        bias: Tensor | None,  # [N]
+        keys: Tensor,  # int64 [7]: seeds of the six operands, clock
+        specs: Specs,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        *rest: Any,  # weight codes: fprop (codes, scales, amax), dgrad (codes, scales, amax); then seen fp32 [6]
+    ) -> tuple[Tensor, Tensor]:
+        fprop_codes, dgrad_codes, seen_row = rest[:3], rest[3:6], rest[6]
+        tokens, out_features = x.shape[0], weight.shape[0]
+        x_parts = _packed(x, specs, 0, keys)
+        w_parts = fprop_codes if specs[1] else (weight.to(x.dtype), None, None)
+        y = gemm_parts(x_parts, specs[0], w_parts, specs[1], (tokens, out_features), x.dtype, bias)
+
+        kept: Parts = (None, None, None)
+        if needs_wgrad:  # the packed operand of Wgrad, or the activation itself where Wgrad is unquantized
+            kept = _packed(x.t(), specs, 5, keys) if specs[5] else (x, None, None)
+        dgrad_parts: Parts = (None, None, None)
+        if needs_dgrad:
+            dgrad_parts = (
+                (weight, None, None) if specs[3] is None else fprop_codes if _one_weight(specs) else dgrad_codes
+            )
+        ctx.save_for_backward(keys, *kept, *dgrad_parts)
+        ctx.specs, ctx.x_dtype, ctx.weight_dtype = specs, x.dtype, weight.dtype
+        ctx.shape = (tokens, x.shape[1], out_features)
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        ctx.seen_row = None if torch.compiler.is_compiling() else seen_row
+        seen = _maxima(x, {0: x_parts[2], 1: fprop_codes[2], 3: dgrad_codes[2], 5: kept[2]})
+        ctx.mark_non_differentiable(seen)
+        return y, seen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0]  # [T, N]
+        keys, *saved = ctx.saved_tensors
+        kept, dgrad_parts, specs = tuple(saved[:3]), tuple(saved[3:6]), ctx.specs
+        tokens, in_features, out_features = ctx.shape
+        dx = dw = db = None
+        seen = {}
+        if ctx.needs_input_grad[0]:
+            dy_parts = _packed(dy, specs, 2, keys)
+            seen[2] = dy_parts[2]
+            dx = _dgrad(dy_parts, dgrad_parts, specs, (tokens, in_features), ctx.x_dtype)
+        if ctx.needs_input_grad[1] and kept[0] is not None:
+            dyt_parts = _packed(dy.t(), specs, 4, keys)
+            seen[4] = dyt_parts[2]
+            dw = _wgrad(dyt_parts, kept, specs, (out_features, in_features), ctx.weight_dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+            db = dy.sum(0, dtype=wide).to(ctx.bias_dtype)
+        if ctx.seen_row is not None and not dy.is_meta:
+            ctx.seen_row.copy_(torch.maximum(ctx.seen_row, _maxima(dy, seen)))
+        return (dx, dw, db, *(None,) * 11)
+
+
+def _dgrad(dy: Parts, w: Parts, specs: Specs, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """dX [T, K] = dY W; codes of square blocks serve from their rows, others were made from the transpose."""
+    spec = specs[3]
+    if spec is None:
+        return gemm_parts(dy, specs[2], (w[0].to(dtype), None, None), None, shape, dtype, None, True)
+    return gemm_parts(dy, specs[2], w, spec, shape, dtype, None, _serves_both_ways(spec))
+
+
+def _wgrad(dyt: Parts, kept: Parts, specs: Specs, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """dW [N, K] = dY^T X, leaving the product in fp32 (float64 if the operands are) before the master's dtype."""
+    wide = torch.float64 if dyt[0].dtype == torch.float64 or kept[0].dtype == torch.float64 else torch.float32
+    return gemm_parts(dyt, specs[4], kept, specs[5], shape, wide, None, specs[5] is None).to(dtype)
+
+
+def _maxima(like: Tensor, amaxes: dict[int, Tensor | None]) -> Tensor:
+    """fp32 [6]: the maximum magnitude of each operand that was quantized, 0 for the others."""
+    nothing = torch.zeros(1, dtype=torch.float32, device=like.device)
+    found = [amaxes.get(i) for i in range(len(OPERANDS))]
+    return torch.cat([nothing if amax is None else amax for amax in found])

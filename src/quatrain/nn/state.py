@@ -1,0 +1,184 @@
+"""What the converted modules of one model share: the clock that randomness counts by, the precision phase, and the
+largest magnitude that every operand has shown.
+
+A plain object, not a module: nothing of it enters the model's state_dict, and `.to()` cannot replace it behind the
+modules' backs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+OPERANDS = ("fprop.input", "fprop.weight", "dgrad.grad", "dgrad.weight", "wgrad.grad", "wgrad.input")
+PRECISIONS = (None, "forward", "both")
+
+
+class NonFiniteError(RuntimeError):
+    """An operand of a quantized GEMM was NaN or infinite; the message names module and operand."""
+
+
+class SharedState:
+    """Clock, phase and seen maxima of one converted model.
+
+    Attributes:
+        clock: int64 [1] on the model's device, advanced at each training forward of the root.
+        precision: None (the recipe), "forward" (forward GEMMs in BF16) or "both" (everything in BF16).
+        generation: counts optimizer steps and phase changes; cached weight codes of an older one are stale.
+        seen: fp32 [modules, 6], the running maximum magnitude of every operand, NaN and infinity included.
+        names: module names, in the order of `seen`.
+    """
+
+    def __init__(self, names: list[str], device: torch.device) -> None:
+        self.names = names
+        self.precision: str | None = None
+        self.generation = 0
+        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(len(names), len(OPERANDS), dtype=torch.float32, device=device)
+        _watch_optimizers(self)
+        _run_hook_uncompiled()
+
+    def follow(self, device: torch.device) -> None:
+        """Move to the device where the modules now live; dtypes never change."""
+        if self.clock.device != device:
+            self.clock = _moved(self.clock, device)
+            self.seen = _moved(self.seen, device)
+
+    def advance(self, root: nn.Module, *_: object) -> None:
+        """Forward pre-hook of the root: one tick for each training forward, none for a recompute inside backward."""
+        if root.training and torch.is_grad_enabled() and not _inside_backward():
+            self.clock.add_(1)
+
+    def __setstate__(self, values: dict[str, object]) -> None:
+        self.__dict__.update(values)
+        _watch_optimizers(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedState:
+        copy = SharedState(list(self.names), self.clock.device)
+        copy.precision, copy.clock, copy.seen = self.precision, self.clock.clone(), self.seen.clone()
+        memo[id(self)] = copy
+        return copy
+
+
+def keys_now(keys: Tensor, clock: Tensor) -> Tensor:
+    """int64 [7]: the seeds of six operands and a copy of the clock, kept for the backward pass."""
+    return _keys_now_op(keys, clock) if torch.compiler.is_compiling() else torch.cat([keys, clock])
+
+
+@torch.library.custom_op("quatrain::keys_now", mutates_args=())
+def _keys_now_op(keys: Tensor, clock: Tensor) -> Tensor:
+    # An opaque operation on purpose: compilers recompute cheap ones in backward, from a clock that has moved on.
+    return torch.cat([keys, clock])
+
+
+@_keys_now_op.register_fake
+def _(keys: Tensor, clock: Tensor) -> Tensor:
+    return keys.new_empty(keys.shape[0] + 1)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+
+def _inside_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _run_hook_uncompiled() -> None:
+    """Keep torch.compile(model) to one graph: the root's hook runs as it is, yet is traced when a caller inlines it."""
+    from torch._dynamo.eval_frame import skip_code  # slow to import, and needed only once a model is converted
+
+    skip_code(SharedState.advance.__code__)
+
+
+def _watch_optimizers(state: SharedState) -> None:
+    """Any optimizer step makes cached weight codes stale, also one that writes through `.data`."""
+    reference = weakref.ref(state)
+
+    def after_step(*_: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.generation += 1
+
+    handle = register_optimizer_step_post_hook(after_step)
+    weakref.finalize(state, handle.remove)
+
+
+def shared_states(model: nn.Module) -> list[SharedState]:
+    """The states that converted modules inside `model` use: none, one, or several after several conversions."""
+    return list(dict.fromkeys(_states(model)))
+
+
+def _states(model: nn.Module) -> Iterator[SharedState]:
+    for module in model.modules():
+        state = module.__dict__.get("_shared_state")
+        if isinstance(state, SharedState):
+            yield state
+
+
+def set_precision(model: nn.Module, precision: str | None) -> None:
+    """Switch the converted modules of `model` between their rows and BF16.
+
+    Args:
+        model: any module that holds converted ones.
+        precision: None follows the recipe; "forward" runs forward GEMMs unquantized and keeps the backward rows;
+            "both" runs everything unquantized.
+
+    Raises:
+        ValueError: another word.
+
+    Source: arXiv 2509.25149 section 4.5 and appendix D (late switch to BF16).
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f'precision must be None, "forward" or "both", received {precision!r}')
+    for state in shared_states(model):
+        if state.precision != precision:
+            state.precision = precision
+            state.generation += 1
+
+
+def rng_state(model: nn.Module) -> Tensor:
+    """int64 [n] on the CPU: the clock of each conversion inside `model` ([1] after one `apply`, zero if none).
+
+    With it, `seed` and the weights, a run continues with the same random bits.
+    """
+    states = shared_states(model)
+    return torch.cat([s.clock.detach().cpu() for s in states]) if states else torch.zeros(1, dtype=torch.int64)
+
+
+def set_rng_state(model: nn.Module, value: Tensor) -> None:
+    """Put back what `rng_state` returned.
+
+    Raises:
+        ValueError: a tensor of another length than this model has clocks.
+    """
+    states = shared_states(model)
+    if value.numel() != max(len(states), 1):
+        raise ValueError(
+            f"the state must hold {max(len(states), 1)} clock value(s), received {value.numel()}; "
+            "convert the model with the same recipe first"
+        )
+    for state, clock in zip(states, value.reshape(-1, 1), strict=False):
+        state.clock.copy_(clock)
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise if any quantized operand has been NaN or infinite since the last check (one synchronisation each).
+
+    Raises:
+        NonFiniteError: names up to eight modules and operands.
+    """
+    for state in shared_states(model):
+        bad = (~torch.isfinite(state.seen)).nonzero().tolist()
+        state.seen.zero_()
+        if bad:
+            places = [f"{state.names[i]} ({OPERANDS[j]})" for i, j in bad]
+            more = f" and {len(places) - 8} more" if len(places) > 8 else ""
+            raise NonFiniteError(
+                f"operands must be finite, received NaN or infinity in {', '.join(places[:8])}{more}; "
+                "resume from the last checkpoint with a lower learning rate, or keep these modules in BF16"
+            )

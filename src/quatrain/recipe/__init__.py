@@ -1,0 +1,21 @@
+"""Recipes as data, and the converter that applies them."""
+
+from quatrain.nn import set_precision
+from quatrain.recipe.apply import Report, apply
+from quatrain.recipe.diff import describe, diff
+from quatrain.recipe.schema import Keep, Phase, Recipe, check_keys, load_recipe, phase_from_dict, recipe_names
+
+__all__ = [
+    "Keep",
+    "Phase",
+    "Recipe",
+    "Report",
+    "apply",
+    "check_keys",
+    "describe",
+    "diff",
+    "load_recipe",
+    "phase_from_dict",
+    "recipe_names",
+    "set_precision",
+]

@@ -1,0 +1,245 @@
+"""apply: what is converted and what is kept, on plain modules and on transformers models."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import quatrain as qt
+from quatrain.nn import QuantLinear
+
+PLAIN = "nvfp4-plain"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 8, width: int = 32, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.lm_head = nn.Linear(width, 64, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def kept_blocks(report) -> set[int]:
+    return {int(n.split(".")[1]) for n in report.kept if n.startswith("layers.") and "norm" not in n}
+
+
+def test_share_rounds_up_to_whole_blocks() -> None:
+    report = qt.apply(Model(), "nvfp4")  # 15 % of 8 equal blocks: two
+    assert kept_blocks(report) == {6, 7} and report.kept["layers.7.up"] == "block 8 of 8: last share 0.15"
+    assert report.kept["lm_head"] == "output head" and report.kept["embed"] == "embedding"
+    assert report.kept["layers.0.norm"] == "normalization"
+    assert len(report.converted) == 12 and report.quantized_mac_share == 0.75
+    assert report.quantized_mac_share_with_head < 0.75
+    assert report.linears == (12, 17)
+    assert "12 of 17 linears" in report.summary() and "75.0%" in report.summary()
+
+
+def test_first_and_last_blocks() -> None:
+    with pytest.warns(UserWarning, match="37.5%.*more than 25%"):
+        report = qt.apply(Model(), "fp8")
+    assert kept_blocks(report) == {0, 6, 7}
+
+
+def test_nothing_else_in_the_plain_recipes() -> None:
+    report = qt.apply(Model(), PLAIN)
+    assert kept_blocks(report) == set() and report.quantized_mac_share == 1.0
+
+
+def test_bf16_converts_nothing_and_is_no_error() -> None:
+    model = Model()
+    report = qt.apply(model, "bf16")
+    assert report.converted == {} and not any(isinstance(m, QuantLinear) for m in model.modules())
+    assert qt.apply(model, PLAIN).converted  # still free to be converted
+
+
+def test_tied_head_stays_even_when_asked_for() -> None:
+    text = qt.load_recipe(PLAIN).to_toml().replace("head = true", "head = false")
+    report = qt.apply(Model(tied=True), text)
+    assert report.kept["lm_head"] == "its weight is tied to the embedding embed"
+    model = Model()
+    report = qt.apply(model, text)
+    assert "lm_head" in report.converted and report.head_macs == 0 and report.quantized_mac_share == 1.0
+
+
+def test_names_keep_and_a_pattern_without_match_raises() -> None:
+    text = qt.load_recipe(PLAIN).to_toml().replace("names = []", 'names = ["*.down"]')
+    with pytest.warns(UserWarning, match="50.0%"):
+        report = qt.apply(Model(), text)
+    assert report.kept["layers.3.down"] == "name pattern '*.down'" and len(report.converted) == 8
+    with pytest.raises(ValueError, match=r"pattern '\*.dwn' matches no linear.*layers.0.up"):
+        qt.apply(Model(), text.replace("*.down", "*.dwn"))
+
+
+def test_blocks_are_found_or_named() -> None:
+    flat = nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)])
+    with pytest.raises(ValueError, match='keep.blocks = "path.to.list"'):
+        qt.apply(flat, "nvfp4")
+    model = nn.ModuleDict({"body": flat})
+    text = qt.load_recipe("nvfp4").to_toml().replace("[linear.keep]", '[linear.keep]\nblocks = "body"')
+    assert set(qt.apply(model, text).kept) == {"body.8", "body.9"}
+    with pytest.raises(ValueError, match="names no module"):
+        qt.apply(Model(), text.replace('"body"', '"bodies"'))
+
+
+def test_second_apply_and_nothing_to_convert_raise() -> None:
+    model = Model()
+    qt.apply(model, PLAIN)
+    with pytest.raises(ValueError, match="converts a model once, received one whose 'layers.0.up' is converted"):
+        qt.apply(model, "nvfp4")
+    with pytest.raises(ValueError, match="would convert nothing: the model has no nn.Linear"):
+        qt.apply(nn.Sequential(nn.ReLU()), PLAIN)
+    with pytest.raises(ValueError, match="would convert nothing"):
+        qt.apply(Model(2), qt.load_recipe("nvfp4").to_toml().replace("last_share = 0.15", "last_share = 0.99"))
+
+
+def test_subclasses_routers_and_shared_modules() -> None:
+    class Odd(nn.Linear):
+        pass
+
+    class Moe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(32, 4)
+            self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"odd": Odd(32, 32), "moe": Moe(), "a": shared, "b": shared})
+    report = qt.apply(model, PLAIN)
+    assert report.kept["odd"].startswith("a subclass of nn.Linear") and report.kept["moe.gate"] == "router of experts"
+    assert "a" in report.converted and "b" not in report.converted and model["b"] is model["a"]
+    assert isinstance(model["b"], QuantLinear)
+
+
+def test_shared_weights_of_two_linears_stay_shared() -> None:
+    a, b = nn.Linear(32, 32), nn.Linear(32, 32)
+    b.weight = a.weight
+    model = nn.Sequential(a, b)
+    qt.apply(model, PLAIN)
+    model(torch.randn(4, 32)).sum().backward()
+    assert a.weight is b.weight and a.weight.grad.abs().max() > 0
+
+
+def test_state_dict_is_that_of_the_plain_model() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    qt.apply(model, "nvfp4")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.state_dict(), strict=True)
+    model.load_state_dict(plain.state_dict(), strict=True)
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+
+
+def test_deepcopy_has_a_clock_of_its_own() -> None:
+    model = Model()
+    qt.apply(model, PLAIN)
+    twin = copy.deepcopy(model)
+    twin(torch.randint(0, 64, (2, 16)))
+    assert qt.rng_state(twin).tolist() == [1] and qt.rng_state(model).tolist() == [0]
+
+
+def test_meta_model_converts_then_materializes() -> None:
+    with torch.device("meta"):
+        ghost = Model()
+    qt.apply(ghost, PLAIN)
+    assert ghost(torch.randint(0, 64, (2, 16), device="meta")).shape == (2, 16, 64)
+    ghost = ghost.to_empty(device="cpu")
+    real = Model()
+    ghost.load_state_dict(real.state_dict())
+    qt.apply(real, PLAIN)
+    ids = torch.randint(0, 64, (2, 16))
+    assert torch.equal(ghost(ids), real(ids))
+
+
+@pytest.mark.parametrize("name", [n for n in qt.recipe_names() if n != "bf16"])
+def test_every_recipe_trains_a_step(name: str) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = Model(12)
+        report = qt.apply(model, name)
+    assert report.converted
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 64, (4, 33))
+    losses = []
+    for _ in range(4):
+        logits = model(ids[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    qt.check_finite(model)
+    assert losses[-1] < losses[0]
+
+
+def tiny_nemotron_h():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.NemotronHConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, hybrid_override_pattern="M-M*M-M-M-M-",
+        num_hidden_layers=12,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, mamba_num_heads=4, mamba_head_dim=32,
+        ssm_state_size=16, n_groups=1, chunk_size=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_nemotron_h_converts_projections_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_nemotron_h()
+    report = qt.apply(model, "nvfp4")
+    children = {name.rsplit(".", 1)[-1] for name in report.converted}
+    assert children == {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
+    assert report.kept["lm_head"] == "output head" and report.kept["model.layers.11.mixer.up_proj"].startswith(
+        "block 12 of 12"
+    )
+    assert (
+        "A_log" in report.kept["model.layers.0.mixer"] and "convolution" in report.kept["model.layers.0.mixer.conv1d"]
+    )
+
+    calls = []
+    original = QuantLinear._weight_codes
+    monkeypatch.setattr(
+        QuantLinear, "_weight_codes", lambda self, *a: calls.append(module_name(model, self)) or original(self, *a)
+    )
+    ids = torch.randint(0, 128, (2, 64))
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = sorted(report.converted)
+    assert sorted(calls) == expected  # every one ran as a module, out_proj of each Mamba block included
+    assert sum(n.endswith("out_proj") for n in calls) == 5
+    for name in expected:
+        assert model.get_submodule(name).weight.grad.abs().max() > 0
+
+
+def module_name(model: nn.Module, module: nn.Module) -> str:
+    return next(n for n, m in model.named_modules() if m is module)
+
+
+def test_llama_with_tied_embeddings() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    report = qt.apply(model, PLAIN)
+    assert report.kept["lm_head"].startswith("its weight is tied") and len(report.converted) == 28
