@@ -230,6 +230,28 @@ def test_nemotron_h_converts_projections_only(monkeypatch: pytest.MonkeyPatch) -
         assert model.get_submodule(name).weight.grad.abs().max() > 0
 
 
+def test_fused_mamba_kernel_cannot_bypass_out_proj(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With mamba_ssm installed transformers passes out_proj.weight into a kernel; stand in for it and count."""
+    modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    calls = []
+
+    def fused(*args: object, **kwargs: object) -> None:
+        calls.append(kwargs.get("outproj_weight"))
+
+    monkeypatch.setattr(modeling, "mamba2_split_conv1d_scan_combined", fused)
+    model = tiny_nemotron_h()
+    model.config.use_cache = False
+    ids = torch.randint(0, 128, (2, 64))
+    model(input_ids=ids)
+    assert calls and calls[0] is not None  # this is how the stock model would leave the module out
+    calls.clear()
+    report = qt.apply(model, "nvfp4")
+    model(input_ids=ids, labels=ids).loss.backward()
+    quantized = {id(model.get_submodule(name).weight) for name in report.converted}
+    assert len(calls) == 1 and id(calls[0]) not in quantized  # only the block that is kept in BF16
+    assert all(m.training for m in model.modules())
+
+
 def module_name(model: nn.Module, module: nn.Module) -> str:
     return next(n for n, m in model.named_modules() if m is module)
 

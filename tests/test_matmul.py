@@ -24,7 +24,7 @@ def test_equals_float64_of_decoded_operands(a_spec: S, b_spec: S, sizes: tuple[i
     exact = qa.dequantize(torch.float64) @ qb.dequantize(torch.float64).t()
     assert out.shape == (m, n)
     assert (out - exact).norm() <= 1e-5 * exact.norm()
-    if m and a_spec.bits_per_element > 8:  # FP8 is close to the plain product itself
+    if m * n > 100 and a_spec.bits_per_element > 8:  # FP8 is close to the plain product itself
         assert (out - a @ b.t()).norm() < 0.06 * (a @ b.t()).norm()
 
 

@@ -77,10 +77,10 @@ def gemm(
         else:
             left, right = _decoded(a), _decoded(b)
             left, right = _same_length(left, right if b_rows_contracted else right.t())
-            out = left @ right
+            out = (left @ right)[: shape[0], : shape[1]]
             alpha = _alpha(a, b)
-            out = (out if alpha is None else out * alpha)[: shape[0], : shape[1]]
-        return (out if bias is None else out + bias.to(out.dtype)).to(out_dtype)
+            out = out if alpha is None else out.mul_(alpha)
+        return (out if bias is None else out.add_(bias.to(out.dtype))).to(out_dtype)
 
 
 def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

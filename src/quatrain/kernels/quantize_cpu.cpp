@@ -33,6 +33,42 @@ struct Job {
   float* amax;
 };
 
+// Sixteen lanes: one NVFP4 block. The compiler maps them to whatever vectors the processor has.
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef float vf8 __attribute__((vector_size(32)));
+typedef int32_t vi8 __attribute__((vector_size(32)));
+typedef float vf4 __attribute__((vector_size(16)));
+typedef int32_t vi4 __attribute__((vector_size(16)));
+typedef u8 vb __attribute__((vector_size(16)));
+typedef u16 vh __attribute__((vector_size(32)));
+#define INLINE inline __attribute__((always_inline))
+
+template <typename V, typename T> INLINE V load(const T* at) { V v; std::memcpy(&v, at, sizeof v); return v; }
+template <typename W, typename V> INLINE W lower(V v) { W w; std::memcpy(&w, &v, sizeof w); return w; }
+template <typename W, typename V> INLINE W upper(V v) {
+  W w;
+  std::memcpy(&w, (const char*)&v + sizeof w, sizeof w);
+  return w;
+}
+INLINE vf as_float(vi v) { vf f; std::memcpy(&f, &v, sizeof f); return f; }
+INLINE vi as_int(vf v) { vi i; std::memcpy(&i, &v, sizeof i); return i; }
+INLINE vi magnitude_bits(vf v) { return as_int(v) & 0x7FFFFFFF; }
+INLINE int32_t largest(vi v) {
+  vi8 a = lower<vi8>(v), b = upper<vi8>(v);
+  vi8 c = a > b ? a : b;
+  vi4 d = lower<vi4>(c), e = upper<vi4>(c);
+  vi4 f = d > e ? d : e;
+  int32_t g = f[0] > f[2] ? f[0] : f[2], h = f[1] > f[3] ? f[1] : f[3];
+  return g > h ? g : h;
+}
+// Sum of 16 in the order 8+8, 4+4, 2+2, 1+1.
+INLINE float tree_sum(vf v) {
+  vf8 a = lower<vf8>(v) + upper<vf8>(v);
+  vf4 b = lower<vf4>(a) + upper<vf4>(a);
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
 inline u32 bits_of(float v) { u32 b; std::memcpy(&b, &v, 4); return b; }
 inline float float_of(u32 b) { float v; std::memcpy(&v, &b, 4); return v; }
 inline float cap(float v) { return v == INFINITY ? FLT_MAX_ : v; }
@@ -86,16 +122,20 @@ inline int mx_code(float block_max, int rule, int mantissa_bits, int max_exponen
 
 // ---- elements -----------------------------------------------------------------------------------------------------
 
-inline float e2m1_nearest(float a) {  // a in [0, 6]
-  float half = (a + 6291456.0f) - 6291456.0f;    // steps of 1/2
-  float one = (a + 12582912.0f) - 12582912.0f;   // of 1
-  float two = (a + 25165824.0f) - 25165824.0f;   // of 2
-  return a < 2.0f ? half : a < 4.0f ? one : two;
+// Adding 1.5 * 2^22 * 2 * step leaves a multiple of the step, ties to even, with the count in the lowest bits.
+struct E2m1 { vf magic; vi offset; };  // the code is count + offset
+INLINE E2m1 e2m1_binade(vf a) {
+  vi low = a < 2.0f, middle = a < 4.0f;
+  vf half = vf{} + 6291456.0f, one = vf{} + 12582912.0f, two = vf{} + 25165824.0f;
+  return {low ? half : middle ? one : two, low ? vi{} : middle ? vi{} + 2 : vi{} + 4};
 }
-inline u32 e2m1_code(float v) {  // of a non-negative value on the grid
-  float a = v + v, b = v + 2.0f, c = v * 0.5f + 4.0f;
-  float m = a < b ? a : b;
-  return (u32)(int32_t)(m < c ? m : c);
+INLINE vf clip6(vf y) {
+  vf a = as_float(magnitude_bits(y)), six = vf{} + 6.0f;
+  return a < six ? a : six;
+}
+INLINE vf e2m1_nearest(vf a) {  // a in [0, 6]
+  vf magic = e2m1_binade(a).magic;
+  return (a + magic) - magic;
 }
 inline float e2m1_value(u32 code) {
   float m = (float)(int32_t)code, a = m * 0.5f, b = m - 2.0f, c = m + m - 8.0f;
@@ -108,10 +148,6 @@ inline float stochastic(float a, float step, float inverse, u32 random) {
   float lower = (float)(int32_t)position;
   float up = ((float)(int32_t)random + 0.5f) < (position - lower) * 65536.0f ? 1.0f : 0.0f;
   return (lower + up) * step;
-}
-inline float e2m1_stochastic(float a, u32 random) {
-  float step = a < 2.0f ? 0.5f : a < 4.0f ? 1.0f : 2.0f, inverse = a < 2.0f ? 2.0f : a < 4.0f ? 1.0f : 0.5f;
-  return stochastic(a, step, inverse, random);
 }
 inline float e4m3_stochastic(float a, u32 random) {
   int exponent = (int)(bits_of(a) >> 23);
@@ -146,28 +182,43 @@ void random_words(RowState s, int64_t pairs, u32* words) {
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
 
-// Runs of n = hadamard size, 16 at a time side by side, so that each butterfly stage is a vector operation.
+// One butterfly stage inside a vector: lanes j and j + HALF become their sum and difference.
+template <int HALF>
+INLINE vf stage(vf x) {
+  vf swapped;
+  vi negate;
+  for (int j = 0; j < 16; ++j) {
+    swapped[j] = x[j ^ HALF];
+    negate[j] = j & HALF ? (int32_t)0x80000000 : 0;
+  }
+  return swapped + as_float(as_int(x) ^ negate);
+}
+INLINE vf stages(vf x, int n) {
+  x = stage<2>(stage<1>(x));
+  return n > 4 ? stage<8>(stage<4>(x)) : x;
+}
+
 void hadamard_row(float* row, int64_t length, int n, const float* signs, int bf16) {
-  const float norm = (float)(1.0 / std::sqrt((double)n));
-  float tile[128][16];
-  for (int64_t base = 0; base < length; base += 16 * (int64_t)n) {
-    int64_t left = (length - base) / n;
-    int lanes = left < 16 ? (int)left : 16;
-    for (int k = 0; k < n; ++k)
-      for (int l = 0; l < 16; ++l) tile[k][l] = l < lanes ? row[base + l * (int64_t)n + k] * signs[k] : 0.0f;
-    for (int half = 1; half < n; half *= 2)
-      for (int i = 0; i < n; i += 2 * half)
-        for (int j = i; j < i + half; ++j)
-          for (int l = 0; l < 16; ++l) {
-            float a = tile[j][l], b = tile[j + half][l];
-            tile[j][l] = a + b;
-            tile[j + half][l] = a - b;
-          }
-    for (int k = 0; k < n; ++k)
-      for (int l = 0; l < lanes; ++l) {
-        float v = tile[k][l] * norm;
-        row[base + l * (int64_t)n + k] = bf16 ? float_of(round_bf16(bits_of(v))) : v;
-      }
+  const vf norm = vf{} + (float)(1.0 / std::sqrt((double)n));
+  const int vectors = n < 16 ? 1 : n / 16;
+  vf sign[8], x[8];
+  for (int i = 0; i < vectors; ++i)
+    for (int j = 0; j < 16; ++j) sign[i][j] = signs[(i * 16 + j) % n];
+  for (int64_t base = 0; base < length; base += 16 * vectors) {
+    for (int i = 0; i < vectors; ++i) x[i] = stages(load<vf>(row + base + 16 * i) * sign[i], n);
+    for (int half = 1; half < vectors; half *= 2)
+      for (int i = 0; i < vectors; i += 2 * half)
+        for (int j = i; j < i + half; ++j) {
+          vf a = x[j], b = x[j + half];
+          x[j] = a + b;
+          x[j + half] = a - b;
+        }
+    for (int i = 0; i < vectors; ++i) {
+      float out[16];
+      vf v = x[i] * norm;
+      std::memcpy(out, &v, sizeof out);
+      for (int j = 0; j < 16; ++j) row[base + 16 * i + j] = bf16 ? float_of(round_bf16(bits_of(out[j]))) : out[j];
+    }
   }
 }
 
@@ -224,57 +275,40 @@ float encode_scale(const Job& job, float amax) {
 }
 
 struct Work {  // scratch of one thread
-  std::vector<float> values, block_max, ideal, scale, multiplier, error, best_error;
+  std::vector<float> values, block_max, ideal, scale, multiplier, error, best_error, try_scale, try_multiplier;
   std::vector<u8> codes;
   std::vector<u32> words;
-  Work(const Job& j, int64_t blocks)
-      : values(j.block_rows * j.padded), block_max(blocks), ideal(blocks), scale(blocks), multiplier(blocks),
-        error(blocks), best_error(blocks), codes(j.padded), words(j.padded / 2 + 1) {}
+  Work(const Job& j, int64_t rows, int64_t blocks)
+      : values(rows * j.padded), block_max(blocks), ideal(blocks), scale(blocks), multiplier(blocks), error(blocks),
+        best_error(blocks), try_scale(blocks), try_multiplier(blocks), codes(j.padded), words(j.padded / 2 + 1) {}
 };
 
 template <int WIDTH>
 void block_maxima(const Job& job, Work& w, int64_t blocks) {
   for (int64_t b = 0; b < blocks; ++b) {
-    u32 top = 0;
-    for (int r = 0; r < job.block_rows; ++r) {
-      const float* v = &w.values[r * job.padded + b * WIDTH];
-      for (int j = 0; j < WIDTH; ++j) {
-        u32 m = bits_of(v[j]) & 0x7FFFFFFFu;
+    vi top = vi{};
+    for (int r = 0; r < job.block_rows; ++r)
+      for (int j = 0; j < WIDTH; j += 16) {
+        vi m = magnitude_bits(load<vf>(&w.values[r * job.padded + b * WIDTH + j]));
         top = m > top ? m : top;
       }
-    }
-    w.block_max[b] = float_of(top);
+    w.block_max[b] = float_of((u32)largest(top));
   }
-}
-
-// Sum of 16 in the order 8+8, 4+4, 2+2, 1+1.
-inline float tree16(const float* t) {
-  float a[8], b[4];
-  for (int j = 0; j < 8; ++j) a[j] = t[j] + t[j + 8];
-  for (int j = 0; j < 4; ++j) b[j] = a[j] + a[j + 4];
-  return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
 template <int ERROR>
-float block_error(const Job& job, const float* values, float scale, float multiplier, float amax) {
-  float sums[16], worst = 0.0f;
+INLINE float block_error(const Job& job, const float* values, float scale, float multiplier, float amax) {
+  float sums[16];
+  vi worst = vi{};
   for (int r = 0; r < job.block_rows; ++r) {
-    const float* v = values + r * job.padded;
-    float term[16];
-    for (int j = 0; j < 16; ++j) {
-      float y = v[j] * multiplier;
-      float rounded = std::copysign(e2m1_nearest(clip(std::fabs(y), 6.0f)), y);
-      float difference = std::fabs(rounded * scale * amax / job.constant - v[j]);
-      term[j] = ERROR == MSE ? difference * difference : difference;
-    }
-    if (ERROR == ABSMAX) {
-      for (int j = 0; j < 16; ++j) worst = term[j] > worst ? term[j] : worst;
-    } else {
-      sums[r] = tree16(term);
-    }
+    vf v = load<vf>(values + r * job.padded), y = v * multiplier;
+    vf rounded = as_float(as_int(e2m1_nearest(clip6(y))) | (as_int(y) & (int32_t)0x80000000));
+    vf difference = as_float(magnitude_bits(rounded * scale * amax / job.constant - v));
+    if (ERROR == ABSMAX) worst = as_int(difference) > worst ? as_int(difference) : worst;
+    else sums[r] = tree_sum(ERROR == MSE ? difference * difference : difference);
   }
-  if (ERROR == ABSMAX) return worst;
-  return job.block_rows == 1 ? sums[0] : tree16(sums);
+  if (ERROR == ABSMAX) return float_of((u32)largest(worst));
+  return job.block_rows == 1 ? sums[0] : tree_sum(load<vf>(sums));
 }
 
 template <int ERROR>
@@ -301,11 +335,11 @@ void choose_nvfp4(const Job& job, Work& w, int64_t blocks, float amax) {
   const float pair[2] = {1.0f, 1.5f};
   const float* factors = job.rule == SEARCH ? job.multipliers : pair;
   const int count = job.rule == SEARCH ? job.multiplier_count : 2;
-  std::vector<float> scale(blocks), mult(blocks);
+  float *scale = w.try_scale.data(), *mult = w.try_multiplier.data();
   auto errors = job.error == MSE ? errors_of<MSE> : job.error == MAE ? errors_of<MAE> : errors_of<ABSMAX>;
   for (int i = 0; i < count; ++i) {
-    candidate(job, w, blocks, factors[i], decode, scale.data(), mult.data());
-    errors(job, w, blocks, scale.data(), mult.data(), amax, w.error.data());
+    candidate(job, w, blocks, factors[i], decode, scale, mult);
+    errors(job, w, blocks, scale, mult, amax, w.error.data());
     for (int64_t b = 0; b < blocks; ++b) {
       bool better = i == 0 || w.error[b] < w.best_error[b];
       w.best_error[b] = better ? w.error[b] : w.best_error[b];
@@ -328,19 +362,20 @@ void choose_fp8(const Job& job, Work& w, int64_t blocks) {
   }
 }
 
-void choose_scales(const Job& job, Work& w, int64_t group, int64_t blocks, float amax) {
+// Scales of `blocks` blocks, the first of which is number `first` of the tensor.
+void choose_scales(const Job& job, Work& w, int64_t first, int64_t blocks, float amax) {
   if (job.block_columns == 16) block_maxima<16>(job, w, blocks);
   else if (job.block_columns == 32) block_maxima<32>(job, w, blocks);
   else block_maxima<128>(job, w, blocks);
   if (job.format == NVFP4) {
     choose_nvfp4(job, w, blocks, amax);
-    u8* out = (u8*)job.scales + group * blocks;
+    u8* out = (u8*)job.scales + first;
     for (int64_t b = 0; b < blocks; ++b) out[b] = e4m3_scale_byte(w.scale[b]);
   } else if (job.format == FP8) {
     choose_fp8(job, w, blocks);
-    std::memcpy((float*)job.scales + group * blocks, w.scale.data(), blocks * 4);
+    std::memcpy((float*)job.scales + first, w.scale.data(), blocks * 4);
   } else {
-    u8* out = (u8*)job.scales + group * blocks;
+    u8* out = (u8*)job.scales + first;
     const bool fp4 = job.format == MXFP4;
     for (int64_t b = 0; b < blocks; ++b) {
       int code = mx_code(w.block_max[b], job.rule, fp4 ? 1 : 3, fp4 ? 2 : 8, fp4 ? 6.0f : 448.0f);
@@ -350,14 +385,25 @@ void choose_scales(const Job& job, Work& w, int64_t group, int64_t blocks, float
   }
 }
 
+template <bool STOCHASTIC>
+INLINE vi e2m1_codes(vf a, const u16* random) {
+  E2m1 binade = e2m1_binade(a);
+  if (!STOCHASTIC) return (as_int(a + binade.magic) & 7) + binade.offset;
+  vi low = a < 2.0f, middle = a < 4.0f;
+  vf position = a * (low ? vf{} + 2.0f : middle ? vf{} + 1.0f : vf{} + 0.5f);
+  vi count = __builtin_convertvector(position, vi);
+  vf fraction = (position - __builtin_convertvector(count, vf)) * 65536.0f;
+  vf draw = __builtin_convertvector(__builtin_convertvector(load<vh>(random), vi), vf) + 0.5f;
+  return count - (draw < fraction) + binade.offset;  // a true lane is -1
+}
 // WIDTH is a constant so that one block is one or two whole vectors, not the tail of a loop.
 template <bool STOCHASTIC, int WIDTH>
 void encode_fp4(const float* v, float m, const u16* random, u8* codes) {
-  for (int j = 0; j < WIDTH; ++j) {
-    float y = v[j] * m;
-    float a = clip(std::fabs(y), 6.0f);
-    float rounded = STOCHASTIC ? e2m1_stochastic(a, random[j]) : e2m1_nearest(a);
-    codes[j] = (u8)(e2m1_code(rounded) | (bits_of(y) >> 31 << 3));
+  for (int j = 0; j < WIDTH; j += 16) {
+    vf y = load<vf>(v + j) * m;
+    vi code = e2m1_codes<STOCHASTIC>(clip6(y), random + j) | ((as_int(y) >> 28) & 8);
+    vb bytes = __builtin_convertvector(code, vb);
+    std::memcpy(codes + j, &bytes, 16);
   }
 }
 template <bool STOCHASTIC, int WIDTH>
@@ -381,15 +427,17 @@ auto encoder(int format) -> void (*)(const float*, float, const u16*, u8*) {
   }
 }
 
-void encode_row(const Job& job, Work& w, int64_t r, int in_group, int64_t blocks) {
+void encode_row(const Job& job, Work& w, int64_t r, int64_t in_chunk, int64_t blocks) {
   const bool fp4 = job.format == NVFP4 || job.format == MXFP4;
   const int width = job.block_columns;
   if (job.stochastic) random_words(row_state(job.seed, job.offset, (u32)r), job.padded / 2 + 1, w.words.data());
   const u16* random = (const u16*)w.words.data();  // little-endian: even columns are the low halves
   u8* codes = fp4 ? w.codes.data() : job.codes + r * job.padded;
   auto encode = job.stochastic ? encoder<true>(job.format) : encoder<false>(job.format);
+  const float* values = &w.values[in_chunk * job.padded];
+  const float* multiplier = &w.multiplier[job.block_rows == 1 ? in_chunk * blocks : 0];
   for (int64_t b = 0; b < blocks; ++b)
-    encode(&w.values[in_group * job.padded + b * width], w.multiplier[b], random + b * width, codes + b * width);
+    encode(values + b * width, multiplier[b], random + b * width, codes + b * width);
   if (!fp4) return;
   u8* out = job.codes + r * (job.padded / 2);
   const u16* pairs = (const u16*)codes;
@@ -434,18 +482,23 @@ int qt_abi() { return 1; }
 
 void qt_quantize(const Job* j) {
   const Job& job = *j;
-  const int64_t groups = (job.rows + job.block_rows - 1) / job.block_rows;
+  // A chunk is one row of tiles, or as many short rows of 1-D blocks as keep the loops long.
   const int64_t blocks = job.padded / job.block_columns;
+  const int64_t fit = 4096 / job.padded;
+  const int64_t chunk = job.block_rows > 1 || fit < 1 ? job.block_rows : fit;
+  const int64_t rows = (job.rows + job.block_rows - 1) / job.block_rows * job.block_rows;
+  const int64_t chunks = (rows + chunk - 1) / chunk;
   const float amax = tensor_max(job);
   *job.amax = amax;
 #pragma omp parallel num_threads(job.threads)
   {
-    Work w(job, blocks);
+    Work w(job, chunk, blocks * (chunk / job.block_rows));
 #pragma omp for schedule(static)
-    for (int64_t g = 0; g < groups; ++g) {
-      for (int r = 0; r < job.block_rows; ++r) load_row(job, g * job.block_rows + r, &w.values[r * job.padded]);
-      choose_scales(job, w, g, blocks, amax);
-      for (int r = 0; r < job.block_rows; ++r) encode_row(job, w, g * job.block_rows + r, r, blocks);
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t first = c * chunk, count = first + chunk > rows ? rows - first : chunk;
+      for (int64_t r = 0; r < count; ++r) load_row(job, first + r, &w.values[r * job.padded]);
+      choose_scales(job, w, first / job.block_rows * blocks, count / job.block_rows * blocks, amax);
+      for (int64_t r = 0; r < count; ++r) encode_row(job, w, first + r, r, blocks);
     }
   }
 }

@@ -118,6 +118,30 @@ def _convert_all(model: nn.Module, recipe: Recipe, names: list[str], seed: int) 
         if isinstance(linear, nn.Linear):
             convert(linear, recipe.linear, state, index, seed, _rank())
     model.register_forward_pre_hook(state.advance)
+    for parent in dict.fromkeys(model.get_submodule(name.rpartition(".")[0]) for name in names):
+        if "mamba" in type(parent).__name__.lower():
+            _call_projections(parent)
+
+
+def _call_projections(mixer: nn.Module) -> None:
+    """Make a Mamba mixer call its projections as modules.
+
+    While training, transformers' mixers may hand `out_proj.weight` to a fused kernel of mamba_ssm, past the module and
+    so past its quantization. They look at their own `training` flag for that, and for nothing else, so the flag is
+    down for the length of their forward; their children keep theirs.
+    """
+    was_training: list[bool] = []
+
+    def lower(module: nn.Module, _: object) -> None:
+        was_training.append(module.training)
+        module.training = False
+
+    def restore(module: nn.Module, *_: object) -> None:
+        if was_training:
+            module.training = was_training.pop()
+
+    mixer.register_forward_pre_hook(lower)
+    mixer.register_forward_hook(restore, always_call=True)
 
 
 def _rank() -> int:

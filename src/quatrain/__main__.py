@@ -1,0 +1,5 @@
+"""`python -m quatrain`."""
+
+from quatrain.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,291 @@
+"""RUN.toml: everything one training run needs, as frozen values; strict, with `--set` overrides, and back to TOML.
+
+Paths are those of the working folder, as on the command line; "~" is the home folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quatrain.data import DataConfig
+from quatrain.recipe import Phase
+from quatrain.train import tables
+from quatrain.train.schedule import ScheduleConfig, phase_steps, wsd
+
+DTYPES = ("bfloat16", "float32")
+OPTIMIZERS = ("adamw",)
+PRECISIONS = ("forward", "both")
+
+# Of these pairs a run names exactly one; an override of one replaces the other.
+_EITHER = (("train", "tokens", "steps"), ("model", "preset", "path"))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """[model]: a preset of quatrain.models, or the folder of a transformers config.
+
+    Args:
+        preset: a name, for example "tiny-hybrid".
+        path: a folder with the config.json of a transformers model; weights are made anew from the seed.
+    """
+
+    preset: str | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        _exactly_one("model", preset=self.preset, path=self.path)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """[train]: length, batch, precision and place of a run.
+
+    Args:
+        tokens: length in tokens; whole steps that fit are made. Or:
+        steps: length in optimizer steps.
+        batch_size: sequences of one micro-batch.
+        accumulate: micro-batches of one step; the loss is the mean over all tokens of the step.
+        seed: of the initial weights, the data order, torch's generators and the rounding.
+        dtype: "bfloat16" (autocast, fp32 master weights) | "float32" (no autocast).
+        device: "auto" | "cpu" | "cuda" | "cuda:N".
+        threads: CPU threads; 0 leaves torch's default.
+        clip: largest gradient norm; 0 is no clipping, the norm is recorded all the same.
+        log_every: steps between two training records.
+    """
+
+    tokens: int | None = None
+    steps: int | None = None
+    batch_size: int = 8
+    accumulate: int = 1
+    seed: int = 0
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    threads: int = 0
+    clip: float = 1.0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        _exactly_one("train", tokens=self.tokens, steps=self.steps)
+        for key in ("tokens", "steps", "batch_size", "accumulate", "log_every"):
+            value = getattr(self, key)
+            _require(value is None or value >= 1, f"train.{key} must be at least 1", value)
+        for key in ("seed", "threads", "clip"):
+            _require(getattr(self, key) >= 0, f"train.{key} must not be negative", getattr(self, key))
+        _one_of("train.dtype", self.dtype, DTYPES)
+        kind, _, index = self.device.partition(":")
+        _require(
+            self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and index.isdigit()),
+            'train.device must be "auto", "cpu", "cuda" or "cuda:N"',
+            self.device,
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """[optimizer]: AdamW (arXiv 1711.05101) on fp32 master weights.
+
+    Args:
+        name: "adamw".
+        lr: peak learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: of tensors with at least 2 dimensions; norms, biases and A_log, D, dt_bias have none.
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer.name", self.name, OPTIMIZERS)
+        _require(self.lr > 0, "optimizer.lr must be positive", self.lr)
+        _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas must lie from 0 to under 1", list(self.betas))
+        _require(self.eps > 0, "optimizer.eps must be positive", self.eps)
+        _require(self.weight_decay >= 0, "optimizer.weight_decay must not be negative", self.weight_decay)
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """[validation]: `every` steps (0: only first and last) over `sequences` held-out sequences."""
+
+    every: int = 20
+    sequences: int = 32
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "validation.every must not be negative (0: only first and last)", self.every)
+        _require(self.sequences >= 1, "validation.sequences must be at least 1", self.sequences)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """[checkpoint]: `every` steps (0: only at the end and on Ctrl-C), of which the newest `keep` stay."""
+
+    every: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "checkpoint.every must not be negative (0: only at the end)", self.every)
+        _require(self.keep >= 1, "checkpoint.keep must be at least 1", self.keep)
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """{ step = N }: a point of the run given in optimizer steps."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """[[phase]]: from `at` on, the forward GEMMs or all GEMMs run in BF16; overrides the recipe's phases.
+
+    Args:
+        at: a fraction of the run's tokens from 0 to under 1, or { step = N }.
+        bf16: "forward" | "both".
+    """
+
+    at: float | StepConfig
+    bf16: str
+
+    def __post_init__(self) -> None:
+        start = self.at.step if isinstance(self.at, StepConfig) else self.at
+        fits = start >= 0 if isinstance(self.at, StepConfig) else 0 <= start < 1
+        _require(fits, "phase.at must be a fraction from 0 to under 1, or { step = N }", start)
+        _one_of("phase.bf16", self.bf16, PRECISIONS)
+
+    def resolve(self) -> Phase:
+        """The same as a recipe's phase."""
+        if isinstance(self.at, StepConfig):
+            return Phase(at=None, step=self.at.step, bf16=self.bf16)
+        return Phase(at=self.at, step=None, bf16=self.bf16)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run: RUN.toml with every default filled in.
+
+    Args:
+        recipe: a name of the library, or the path of a recipe TOML.
+        out: the run's folder.
+        model, data, train, optimizer, schedule, validation, checkpoint: the tables of the file.
+        phase: precision phases in place of the recipe's.
+
+    Raises:
+        ValueError: a run shorter than one step, or a schedule or phase that does not fit into it.
+    """
+
+    model: ModelConfig
+    train: TrainConfig
+    recipe: str = "bf16"
+    out: str = "runs/run"
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    phase: tuple[PhaseConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        wsd(self.schedule, self.optimizer.lr, self.total_steps)
+        phase_steps([phase.resolve() for phase in self.phase], self.total_steps)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Predicted tokens of one optimizer step."""
+        return self.train.batch_size * self.train.accumulate * self.data.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run: those given, or the whole ones that fit into the tokens given."""
+        if self.train.steps is not None:
+            return self.train.steps
+        tokens = self.train.tokens or 0
+        if tokens < self.tokens_per_step:
+            raise ValueError(
+                f"train.tokens = {tokens} is less than one step of {self.tokens_per_step} tokens (batch_size "
+                f"{self.train.batch_size} x accumulate {self.train.accumulate} x sequence_length "
+                f"{self.data.sequence_length}); ask for more tokens or make the batch smaller"
+            )
+        return tokens // self.tokens_per_step
+
+    def to_toml(self) -> str:
+        """TOML that `load_run` turns back into an equal value."""
+        return tables.dump(self)
+
+
+def load_run(source: str | Path, overrides: Sequence[str] = (), *, recipe: str | None = None) -> RunConfig:
+    """Read a run file.
+
+    Args:
+        source: a path, or TOML text (any string with a line break or an "=").
+        overrides: "key=value" texts (`--set`): dotted key, TOML value or bare string. Overriding one of
+            train.tokens | train.steps or model.preset | model.path replaces the other.
+        recipe: in place of the file's recipe (`--recipe`).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no TOML, an unknown key, a wrong type or a value outside its range; the key is named.
+    """
+    name, text = _read(source)
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name} is not valid TOML: {error}") from error
+    given = {text.partition("=")[0].strip() for text in overrides}
+    for section, first, second in _EITHER:
+        replaced = {f"{section}.{first}": second, f"{section}.{second}": first}
+        for key in given & set(replaced):
+            if f"{section}.{replaced[key]}" not in given and isinstance(table.get(section), dict):
+                table[section].pop(replaced[key], None)
+    tables.set_keys(table, overrides)
+    if recipe is not None:
+        table["recipe"] = recipe
+    try:
+        return tables.build(RunConfig, table)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def replace_in(config: RunConfig, **changes: Any) -> RunConfig:
+    """The configuration with other values: `replace_in(config, out="runs/b", train__seed=1)`."""
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        inner = dataclasses.replace(getattr(config, section), **{key: value}) if key else value
+        config = dataclasses.replace(config, **{section: inner})
+    return config
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    if isinstance(source, str) and ("\n" in source or ("=" in source and not Path(source).exists())):
+        return "the run", source
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"the run file {path} does not exist; give the path of a RUN.toml")
+    try:
+        return str(path), path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); give the path of a RUN.toml") from error
+
+
+def _exactly_one(section: str, **values: object) -> None:
+    given = [key for key, value in values.items() if value is not None]
+    if len(given) != 1:
+        names = " or ".join(f"{section}.{key}" for key in values)
+        raise ValueError(f"give exactly one of {names}; got {' and '.join(given) or 'neither'}")
+
+
+def _one_of(key: str, value: str, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise ValueError(f"{key} must be one of {', '.join(valid)}; got {value!r}")
+
+
+def _require(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{rule}; got {value!r}")

@@ -1,0 +1,150 @@
+"""The command: help with examples, exit codes, one clear line for each kind of bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quatrain import cli
+
+COMMANDS = ("train", "compare", "report", "recipe", "inspect", "doctor")
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(arguments)
+    except SystemExit as stop:  # argparse's own errors and --help
+        code = int(stop.code or 0)
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0 and "examples:" in out and f"quatrain {command}" in out
+
+
+def test_no_command_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys)
+    assert code == 2 and all(c in out for c in COMMANDS)
+    assert call(capsys, "trian")[0] == 2
+    assert call(capsys, "--version")[1].startswith("quatrain 0.")
+
+
+def test_recipe_list_show_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = call(capsys, "recipe", "list")
+    assert code == 0 and len(out.splitlines()) >= 9 and "nvfp4-46-all" in out
+    code, out, _ = call(capsys, "recipe", "show", "nvfp4")
+    assert "wgrad.grad    nvfp4 1x16 stochastic hadamard 16" in out and "last_share=0.15" in out
+    code, out, _ = call(capsys, "recipe", "show", "nvfp4", "--resolved")
+    path = tmp_path / "mine.toml"
+    path.write_text(out)
+    code, out, _ = call(capsys, "recipe", "diff", "nvfp4", str(path))
+    assert (code, out) == (0, "no difference\n")
+    code, out, _ = call(capsys, "recipe", "diff", "nvfp4-plain", "nvfp4")
+    assert "fprop.weight.block" in out and "16x16" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("recipe", "show", "nvfp5"), "no recipe named 'nvfp5'"),
+        (("recipe", "show"), "takes 1 recipe(s), received 0"),
+        (("recipe", "diff", "nvfp4"), "takes 2 recipe(s), received 1"),
+        (("recipe", "show", "missing.toml"), "no recipe file"),
+        (("train", "missing.toml"), "missing.toml"),
+        (("compare", "bf16", "nvfp5", "--run", "RUN"), "no recipe named 'nvfp5'"),
+        (("compare", "bf16", "--run", "RUN", "--set", "train.tokns=5"), "unknown key train.tokns"),
+        (("train", "RUN", "--recipe", "nvfp5", "--quiet"), "no recipe named 'nvfp5'"),
+        (("inspect", "missing"), "nothing at missing"),
+        (("report", "missing"), "missing"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(f'out = "{tmp_path}/out"\n[model]\npreset = "tiny-llama"\n[train]\nsteps = 1\n')
+    code, out, err = call(capsys, *(str(run) if a == "RUN" else a for a in arguments))
+    assert code == 2 and message in err and "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1 and out == ""
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import torch
+
+    import quatrain as qt
+
+    path = tmp_path / "q.safetensors"
+    qt.quantize(torch.randn(4, 64), "nvfp4").save(path)
+    code, out, _ = call(capsys, "inspect", str(path))
+    assert code == 0 and "F8_E4M3" in out and "4x32" in out
+    path.write_bytes(path.read_bytes()[:50])
+    assert call(capsys, "inspect", str(path))[0] == 2
+    assert "no summary.json" in call(capsys, "inspect", str(tmp_path))[2]
+    (tmp_path / "summary.json").write_text(json.dumps({"recipe": "nvfp4", "snr": {"a": 1}}))
+    assert "recipe: nvfp4" in call(capsys, "inspect", str(tmp_path))[1]
+
+
+def test_doctor_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "doctor")
+    assert code == 0 and "quantize on cpu" in out and "compiled CPU twin" in out and "emulated" in out
+
+
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda n: None if n == "plotly" else real(n))
+    for command in (("train", "x.toml"), ("compare", "bf16", "--run", "x.toml"), ("report", "x")):
+        code, _, err = call(capsys, *command)
+        assert code == 2 and "[train] extra" in err and "plotly" in err
+    assert call(capsys, "recipe", "list")[0] == 0
+    assert "missing: plotly" in call(capsys, "doctor")[1]
+
+
+def test_core_imports_without_the_extra() -> None:
+    """A fresh interpreter in which the extra's packages cannot be imported still quantizes and converts."""
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'tokenizers', 'rich', 'plotly', 'pyarrow'): sys.modules[name] = None\n"
+        "import torch, quatrain as qt\n"
+        "from quatrain.cli import main\n"
+        "qt.apply(torch.nn.Sequential(torch.nn.Linear(32, 32)), 'nvfp4-plain')\n"
+        "assert main(['recipe', 'list']) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_doctor", stop)
+    code, _, err = call(capsys, "doctor")
+    assert code == 130 and "resumes" in err
+
+
+def test_train_compare_and_report_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(24):
+        (text / f"{i}.txt").write_text(
+            f"document {i}: the quick brown fox jumps over the lazy dog {i * 7} times. " * 30
+        )
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'out = "{tmp_path}/one"\n[model]\npreset = "tiny-hybrid"\n[data]\npath = "{text}"\nvocab_size = 300\n'
+        f'sequence_length = 32\nvalidation_fraction = 0.2\ncache = "{tmp_path}/cache"\n'
+        "[train]\nsteps = 3\nbatch_size = 2\nthreads = 1\n[validation]\nevery = 2\nsequences = 2\n"
+    )
+    code, out, err = call(capsys, "train", str(run), "--recipe", "nvfp4", "--quiet")
+    assert code == 0 and out.startswith("nvfp4: validation loss"), err
+    code, out, err = call(capsys, "compare", "bf16", "nvfp4-46", "--run", str(run), "--out", str(tmp_path / "two"))
+    assert code == 0 and "nvfp4-46" in out and (tmp_path / "two" / "report.html").is_file(), err
+    code, out, _ = call(capsys, "report", str(tmp_path / "two"), "--out", str(tmp_path / "again.html"))
+    assert code == 0 and (tmp_path / "again.html").is_file()
+    page = (tmp_path / "two" / "report.html").read_text()
+    assert "nvfp4-46" in page and "fprop.input" in page
