@@ -118,9 +118,8 @@ class Comparison:
         """The rows for a terminal; every figure is the mean over seeds."""
         table = Table(title=f"{self.tokens:,} tokens, {_count(len(self.seeds), 'seed')}", caption=self._footnote())
         table.add_column("recipe", no_wrap=True)
-        gap = f"gap to {self.rows[0].recipe} %"
-        for name in ("val loss", gap, "bf16 forward", "tokens/s", "saved B/elem.", "quantized"):
-            table.add_column(name, justify="right", min_width=len("~+0.00 ± 0.00") if name == gap else None)
+        for name in ("loss", "gap %", "BF16 fwd", "tok/s", "B/act.", "MACs"):
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(
                 row.recipe,
@@ -133,12 +132,16 @@ class Comparison:
             )
         return table
 
-    def _footnote(self) -> str | None:
+    def _footnote(self) -> str:
+        words = [
+            f"loss: validation; gap: to {self.rows[0].recipe}; BF16 fwd: the same weights with forward in BF16;",
+            "B/act.: bytes saved per activation element of a linear; MACs: share of the blocks' linears quantized.",
+        ]
         if len(self.seeds) < 2:
-            return "One seed: its noise is unknown, so no order between recipes can be read from it."
-        if any(row.gap and not row.gap.resolved for row in self.rows):
-            return f"~ not resolved at {self.tokens:,} tokens: the 95 % interval holds zero."
-        return None
+            words.append("One seed: its noise is unknown, so no order between recipes can be read from it.")
+        elif any(row.gap and not row.gap.resolved for row in self.rows):
+            words.append(f"~ not resolved at {self.tokens:,} tokens: the 95 % interval holds zero.")
+        return " ".join(words)
 
 
 def compare(
@@ -262,7 +265,7 @@ def _show_gap(row: Row) -> str:
     if row.gap is None:
         return "-"
     if row.gap.half_width is None:
-        return f"{row.gap.mean:+.2f} (one seed)"
+        return f"{row.gap.mean:+.2f}"
     return f"{'' if row.gap.resolved else '~'}{row.gap.mean:+.2f} ± {row.gap.half_width:.2f}"
 
 

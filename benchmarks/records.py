@@ -1,0 +1,50 @@
+"""Measurement records: one JSON file a benchmark, rows of {key, work, ours, peer, unit, median, min, max, repeats}."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "numpy", "safetensors", "transformers", "tokenizers", "quatrain")
+
+
+def device_name() -> str:
+    """The processor (or GPU) the figures were made on."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def header(seed: int | list[int]) -> dict[str, Any]:
+    """Device, driver, versions, commit, date and seed."""
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    return {
+        "device": device_name(),
+        "driver": torch.version.cuda,
+        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "commit": git.stdout.strip() or None,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+    }
+
+
+def write(name: str, seed: int | list[int], rows: list[dict[str, Any]], **more: Any) -> Path:
+    """Write results/<name>.json and return its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(header(seed) | more | {"rows": rows}, indent=1) + "\n")
+    return path
