@@ -70,8 +70,8 @@ def test_tables_are_made_from_the_records() -> None:
     assert done.returncode == 0, "run `make bench-table`: " + done.stderr
 
 
-def test_the_demo_asks_for_what_the_issue_of_size_needs() -> None:
-    """Six recipes, at least 100,000 tokens each, an explicit number of threads, three quarters of the MACs quantized."""
+def test_the_demo_is_large_enough_to_mean_something() -> None:
+    """Six recipes, 100,000 tokens each or more, threads set explicitly, three quarters of the MACs quantized."""
     from quatrain.models import build
 
     config = load_run(ROOT / "examples" / "demo.toml")
