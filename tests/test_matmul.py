@@ -86,3 +86,16 @@ def test_scales_reach_the_result() -> None:
     one = qt.matmul(qt.quantize(a, "nvfp4"), qt.quantize(b, "nvfp4"), torch.float32)
     forty = qt.matmul(qt.quantize(a * 32, "nvfp4"), qt.quantize(b, "nvfp4"), torch.float32)
     assert torch.equal(forty, one * 32)
+
+
+FAKE = ("test_faketensor",)  # the other checks multiply FP8 scales, which torch cannot
+
+
+def test_custom_operation_keeps_its_promises() -> None:
+    a, b = qt.quantize(torch.randn(40, 64), "nvfp4"), qt.quantize(torch.randn(24, 64), "nvfp4")
+    text = S().to_json()
+    parts = (a.codes, a.scales, a.amax, text, b.codes, b.scales, b.amax, text, torch.randn(24), 40, 24, False)
+    torch.library.opcheck(torch.ops.quatrain.gemm.default, (*parts, torch.bfloat16), test_utils=FAKE)
+    x, w = torch.randn(64, 40).t(), torch.randn(64, 24).t()
+    plain = (x, None, None, None, w, None, None, None, None, 40, 24, False, torch.float32)
+    torch.library.opcheck(torch.ops.quatrain.gemm.default, plain, test_utils=FAKE)

@@ -300,3 +300,12 @@ def test_input_is_never_modified_and_graph_is_left() -> None:
     before = x.detach().clone()
     q = qt.quantize(x, S(rounding="stochastic", transform="hadamard"))
     assert torch.equal(x, before) and not q.dequantize().requires_grad
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_custom_operation_keeps_its_promises(backend: str) -> None:
+    """Shapes, dtypes and strides of the fake agree with the real ones, for transposed inputs too."""
+    for spec in (S(), S(block=(16, 16), rounding="stochastic"), S("fp8", transform="hadamard"), S("mxfp4")):
+        key = torch.tensor([1, 2]) if spec.stochastic else None
+        for x in (torch.randn(48, 40), torch.randn(40, 48).t(), torch.randn(3, 16, 5).transpose(0, 1)):
+            torch.library.opcheck(torch.ops.quatrain.quantize.default, (x, spec.to_json(), key, backend))

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quatrain.formats.minifloat import true_divide
 from quatrain.formats.spec import QuantSpec
 
 FILE_VERSION = "1"
@@ -46,7 +47,7 @@ class QTensor:
         """fp32 [1]: amax / constant, the factor a GEMM applies to its accumulator; 1 for formats without one."""
         if not self.spec.block_format.tensor_scale:
             return torch.ones_like(self.amax)
-        return self.amax / self.spec.constant
+        return true_divide(self.amax, self.spec.constant)
 
     @property
     def padded_length(self) -> int:
@@ -88,7 +89,7 @@ class QTensor:
         """
         values = self.block_values()
         if self.spec.block_format.tensor_scale:
-            values = values * self.amax / self.spec.constant
+            values = true_divide(values * self.amax, self.spec.constant)
         if inverse and self.spec.hadamard is not None:
             values = self.spec.hadamard.inverse(values)
         return self._crop(values, keep_padding=self.spec.hadamard is not None and not inverse).to(dtype)

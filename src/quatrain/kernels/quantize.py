@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from quatrain.formats import QTensor, QuantSpec, pack
+from quatrain.formats import QTensor, QuantSpec, pack, true_divide
 from quatrain.kernels import quantize_cpu
 from quatrain.kernels.dispatch import choose
 from quatrain.kernels.rounding import encode_nearest, encode_stochastic, make_key, random_bits
@@ -154,7 +154,7 @@ def _quantize(x: Tensor, spec: QuantSpec, key: Tensor | None, backend: str) -> P
 def quantize_reference(x: Tensor, spec: QuantSpec, key: Tensor | None) -> Parts:
     """The definition, in plain PyTorch: transform, amax, block scales, rounding. Shapes as in `quantize_parts`."""
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    values, amax = _transformed(x.reshape(rows, columns), spec)
+    values, amax = _transformed(x.reshape(rows, columns).contiguous(), spec)  # outputs are row-major, always
     block_rows, block_columns = spec.block_shape
     blocks = values.view(values.shape[0] // block_rows, block_rows, values.shape[1] // block_columns, block_columns)
     scales = _choose_scales(blocks, amax, spec)
@@ -210,7 +210,7 @@ def _best_of(blocks: Tensor, amax: Tensor, spec: QuantSpec, candidates: list[Ten
 def _candidate_error(blocks: Tensor, amax: Tensor, spec: QuantSpec, scales: BlockScales) -> Tensor:
     element = spec.block_format.element
     rounded = element.decode(encode_nearest(blocks * scales.multiplier[:, None, :, None], element))
-    decoded = rounded * scales.values[:, None, :, None] * amax / spec.constant  # left to right
+    decoded = true_divide(rounded * scales.values[:, None, :, None] * amax, spec.constant)  # left to right
     return block_error(decoded - blocks, spec.error)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quatrain.formats import E8M0, FLT_MAX, QuantSpec
+from quatrain.formats import E8M0, FLT_MAX, QuantSpec, true_divide
 
 # Multipliers of the block scale that "search" tries, smallest first.
 SEARCH_MULTIPLIERS = tuple(float(np.float32(0.8 + 0.05 * i)) for i in range(21))
@@ -47,7 +47,7 @@ def nvfp4_ideal_scale(block_max: Tensor, amax: Tensor, spec: QuantSpec) -> Tenso
     if spec.scale == "to-6":
         sixth = torch.full_like(amax, 1.0) / torch.full_like(amax, spec.element_max)
         return block_max * (encode * sixth)
-    return (block_max / spec.element_max) * encode
+    return true_divide(block_max, spec.element_max) * encode
 
 
 def nvfp4_scales(ideal: Tensor, amax: Tensor, spec: QuantSpec) -> BlockScales:
