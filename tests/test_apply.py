@@ -265,3 +265,79 @@ def test_llama_with_tied_embeddings() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     report = qt.apply(model, PLAIN)
     assert report.kept["lm_head"].startswith("its weight is tied") and len(report.converted) == 28
+
+
+def test_fused_experts_count_and_are_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.warns(UserWarning, match="more than 25%"):
+        report = qt.apply(model, "nvfp4")
+    assert report.quantized_mac_share < 0.3 and any("fused expert weights" in note for note in report.notes)
+    assert any("experts" in name for name in report.kept)
+
+
+def test_heads_of_other_tasks_stay() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_labels=3
+    )
+    report = qt.apply(transformers.LlamaForSequenceClassification(config), PLAIN)
+    assert report.kept["score"] == "output head"
+
+
+def test_torchs_encoder_fast_path_cannot_bypass() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    plain = copy.deepcopy(encoder).eval()
+    report = qt.apply(encoder, PLAIN)
+    assert "layers.0.linear1" in report.converted and "layers.0.self_attn.out_proj" in report.kept
+    x = torch.randn(2, 8, 32)
+    encoder.train()
+    expected = encoder(x)
+    encoder.eval()
+    with torch.no_grad():
+        assert torch.allclose(encoder(x), expected, atol=1e-6) and not torch.allclose(encoder(x), plain(x), atol=1e-3)
+
+
+def test_a_share_that_fits_exactly_takes_no_block_more() -> None:
+    text = qt.load_recipe("nvfp4").to_toml()
+    for count, share, kept in ((100, 0.07, 7), (50, 0.14, 7), (25, 0.28, 7)):
+        model = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(count))})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = qt.apply(model, text.replace("0.15", str(share)))
+        assert len(report.kept) == kept
+
+
+def test_shared_blocks_and_their_other_names() -> None:
+    block = Block(32)
+    model = Model(4)
+    model.layers[3] = model.layers[0] = block
+    text = qt.load_recipe(PLAIN).to_toml()
+    with pytest.warns(UserWarning):
+        report = qt.apply(model, text.replace("last_blocks = 0", "last_blocks = 1"))
+    assert "layers.0.up" in report.kept and not isinstance(block.up, QuantLinear)
+    model = nn.ModuleDict({"a": block, "b": block, "c": nn.Linear(32, 32)})
+    with pytest.warns(UserWarning):
+        report = qt.apply(model, text.replace("names = []", 'names = ["b.*"]'))
+    assert set(report.converted) == {"c"}
+
+
+def test_blocks_without_linears_raise() -> None:
+    model = nn.ModuleDict({"norms": nn.ModuleList([nn.LayerNorm(8)]), "layers": nn.ModuleList([nn.Linear(8, 8)])})
+    text = qt.load_recipe("nvfp4").to_toml().replace("[linear.keep]", '[linear.keep]\nblocks = "norms"')
+    with pytest.raises(ValueError, match="members hold nn.Linear layers, received 'norms'"):
+        qt.apply(model, text)
+
+
+def test_a_converted_mamba_model_can_be_copied_and_saved_whole(tmp_path) -> None:
+    model = tiny_nemotron_h()
+    qt.apply(model, "nvfp4")
+    twin = copy.deepcopy(model)
+    ids = torch.randint(0, 128, (1, 32))
+    assert torch.equal(twin(input_ids=ids).logits, model(input_ids=ids).logits)
+    torch.save(model, tmp_path / "whole.pt")

@@ -232,7 +232,9 @@ def test_weight_is_quantized_once_per_step(monkeypatch: pytest.MonkeyPatch) -> N
         linear.weight.data.mul_(2)  # hidden from autograd's version counter, then an optimizer step
         optimizer.step()
         after = linear(torch.ones(1, 64))
-    assert not torch.equal(before, after)
+        linear.weight.data.mul_(-3)  # and without one: a sample of the weight gives it away
+        again = linear(torch.ones(1, 64))
+    assert not torch.equal(before, after) and not torch.equal(after, again)
     linear.load_state_dict({k: torch.zeros_like(v) for k, v in linear.state_dict().items()})
     assert linear(torch.ones(1, 64)).abs().max() == 0
 
@@ -297,17 +299,37 @@ def test_activation_checkpointing_gives_identical_gradients(reentrant: bool) -> 
             model(x).sum().backward()
         return [p.grad.clone() for p in model.parameters()] + [x.grad]
 
-    if reentrant:  # its first pass runs under no_grad, where no tick happens: start one tick later
-        plain = grads(False)
-        model.zero_grad()
-        x.grad = None
-        inner = lambda t: nn.Sequential.forward(model, t)  # noqa: E731
-        qt.set_rng_state(model, torch.tensor([8]))
-        torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True).sum().backward()
-        checked = [p.grad.clone() for p in model.parameters()] + [x.grad]
-    else:
-        plain, checked = grads(False), grads(True)
+    plain, checked = grads(False), grads(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, checked, strict=True))
+    before = qt.rng_state(model)
+    grads(True)
+    assert torch.equal(qt.rng_state(model), before)  # one tick a step, none for the recompute
+
+
+def test_checkpointing_with_two_forwards_before_one_backward() -> None:
+    """The recompute of the first micro-batch happens when the clock has moved on; its gradients keep its own bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    qt.apply(model, NVFP4_TEXT)
+    batches = [torch.randn(48, 64) for _ in range(2)]
+
+    class Runner(nn.Module):
+        checkpointed = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in model:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+            return x
+
+    runner = Runner()
+    runner.register_forward_pre_hook(lambda *_: model[0]._shared_state.clock.add_(1) and None)
+    results = []
+    for runner.checkpointed in (False, True):
+        model.zero_grad()
+        qt.set_rng_state(model, torch.tensor([0]))
+        sum(runner(x).square().mean() for x in batches).backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 NVFP4_TEXT = """
@@ -483,7 +505,7 @@ def test_rng_state_round_trip() -> None:
         model(torch.randn(2, 64))
     model.eval()
     model(torch.randn(2, 64))
-    assert qt.rng_state(model).tolist() == [3] and "clock" not in str(list(model.state_dict()))
+    assert qt.rng_state(model).tolist() == [4] and "clock" not in str(list(model.state_dict()))
     qt.set_rng_state(model, torch.tensor([11]))
     assert qt.rng_state(copy.deepcopy(model)).tolist() == [11]
     with pytest.raises(ValueError, match="1 clock value"):
@@ -501,3 +523,54 @@ def test_random_combinations_of_features() -> None:
         for i, (a, b) in enumerate(zip(run(linear, x, dy), straight_line(linear, x, dy), strict=True)):
             if bias or i < 3:
                 close(a, b, 1e-5)
+
+
+def test_double_backward_raises() -> None:
+    linear = make(NVFP4)
+    x = torch.randn(8, 64, requires_grad=True)
+    (gx,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gx.square().sum().backward()
+
+
+def test_inference_mode_then_training() -> None:
+    linear = make(NVFP4)
+    x = torch.randn(8, 64)
+    with torch.inference_mode():
+        expected = linear(x).clone()
+    y = linear(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert linear.weight.grad.abs().max() > 0
+
+
+def test_integer_input_raises() -> None:
+    with pytest.raises(ValueError, match="floating input, received torch.int64"):
+        make(NVFP4)(torch.ones(2, 64, dtype=torch.long))
+
+
+def test_plain_forward_rounds_once() -> None:
+    linear = make(NVFP4, 256, 256).bfloat16()
+    linear._shared_state.precision = "forward"
+    x = torch.randn(64, 256).bfloat16()
+    assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_idle_modules_are_mentioned_once() -> None:
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    qt.apply(model, "nvfp4-plain")
+    nn.functional.linear(model[0](torch.randn(4, 64)), model[1].weight)
+    with pytest.warns(UserWarning, match=r"1 converted module\(s\) have not run: 1"):
+        qt.check_finite(model)
+    model[0](torch.randn(4, 64))
+    qt.check_finite(model)
+
+
+def test_dropping_weight_codes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_quantize(monkeypatch)
+    linear = make(NVFP4)
+    for _ in range(2):
+        linear(torch.randn(4, 64))
+    qt.drop_weight_codes(linear)
+    linear(torch.randn(4, 64))
+    assert calls.count("fprop.weight") == 2

@@ -309,3 +309,41 @@ def test_custom_operation_keeps_its_promises(backend: str) -> None:
         key = torch.tensor([1, 2]) if spec.stochastic else None
         for x in (torch.randn(48, 40), torch.randn(40, 48).t(), torch.randn(3, 16, 5).transpose(0, 1)):
             torch.library.opcheck(torch.ops.quatrain.quantize.default, (x, spec.to_json(), key, backend))
+
+
+def test_padding_rows_and_signs_agree_between_backends() -> None:
+    x = torch.randn(3, 32)
+    for signs in ((-1, 1) * 8, None, "fixed"):
+        h = qt.Hadamard(16, signs)
+        for spec in (S(block=(16, 16), transform=h), S("mxfp4", (32, 32), transform=h)):
+            a, b = (qt.quantize(x, spec, backend=k) for k in ("reference", "cpu"))
+            assert torch.equal(a.codes, b.codes)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_backends_agree_on_deferred_non_finite_input(value: float) -> None:
+    x = torch.randn(32, 256)
+    x[3, 5] = value
+    for spec in supported_specs():
+        a, b = (qt.quantize(x, spec, nonfinite="defer", backend=k) for k in ("reference", "cpu"))
+        for part in ("codes", "scales"):
+            assert torch.equal(getattr(a, part).view(torch.uint8), getattr(b, part).view(torch.uint8)), (spec, part)
+        assert torch.equal(a.amax.isnan(), b.amax.isnan())
+
+
+def test_overflow_inside_says_so() -> None:
+    with pytest.raises(ValueError, match="overflow there"):
+        qt.quantize(torch.full((1, 16), 60000.0).half(), S(transform=qt.Hadamard(16, None)))
+    with pytest.raises(ValueError, match="overflow there"):
+        qt.quantize(torch.full((1, 16), 1e300, dtype=torch.float64), "nvfp4", nonfinite="saturate")
+
+
+def test_quantize_inside_a_compiled_function() -> None:
+    torch._dynamo.reset()
+    spec = S(scale="four-over-six")
+
+    def roundtrip(x: torch.Tensor) -> torch.Tensor:
+        return qt.quantize(x, spec, nonfinite="defer").dequantize()
+
+    x = torch.randn(16, 64)
+    assert torch.equal(torch.compile(roundtrip, backend="aot_eager", fullgraph=True)(x), roundtrip(x))

@@ -67,6 +67,8 @@ def test_fingerprint_is_of_the_resolved_numbers() -> None:
     row = '{ scale = "to-6", rounding = "nearest", format = "nvfp4", block = [1, 16] }'
     long = f'name = "x"\n[linear]\nfprop.input = {row}\n'
     assert qt.load_recipe(short).fingerprint() == qt.load_recipe(long).fingerprint()
+    zero = short + "[linear.keep]\nlast_share = 0\n"
+    assert qt.load_recipe(zero).fingerprint() == qt.load_recipe(short).fingerprint()
     other = short.replace('"nvfp4"', '{ format = "nvfp4", rounding = "stochastic" }')
     assert qt.load_recipe(short).fingerprint() != qt.load_recipe(other).fingerprint()
 

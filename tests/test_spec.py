@@ -70,6 +70,14 @@ def test_hadamard_sizes() -> None:
         qt.Hadamard(16, (2,) * 16)
 
 
+def test_one_meaning_has_one_form() -> None:
+    assert qt.Hadamard(16, qt.Hadamard().sign_vector()) == qt.Hadamard()
+    with pytest.raises(ValueError, match=r"received \(1.0, 16.0\)"):
+        S(block=[1.0, 16.0])
+    with pytest.raises(ValueError, match="one of"):
+        qt.Hadamard(16.0)
+
+
 def test_unknown_key_lists_the_valid_ones() -> None:
     with pytest.raises(ValueError, match="unknown key 'roundings'.*valid keys: format, block"):
         S.from_dict({"format": "nvfp4", "roundings": "nearest"})

@@ -8,7 +8,7 @@ Recipes are short tables of data; the same bits come out on every backend.
 
 from quatrain.formats import Hadamard, QTensor, QuantSpec
 from quatrain.kernels import matmul, quantize
-from quatrain.nn import NonFiniteError, check_finite, rng_state, set_precision, set_rng_state
+from quatrain.nn import NonFiniteError, check_finite, drop_weight_codes, rng_state, set_precision, set_rng_state
 from quatrain.recipe import Recipe, apply, load_recipe, recipe_names
 
 __version__ = "0.1.0"
@@ -21,6 +21,7 @@ __all__ = [
     "Recipe",
     "apply",
     "check_finite",
+    "drop_weight_codes",
     "load_recipe",
     "matmul",
     "quantize",

@@ -50,8 +50,8 @@ def operand_snr(model: nn.Module, loss_fn: Callable[[], Tensor]) -> dict[str, di
 def _watch(module: QuantLinear, out: dict[str, float]) -> list[torch.utils.hooks.RemovableHandle]:
     rows = dict(zip(OPERANDS, module.operand_rows.rows, strict=True))
 
-    def forward(_: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> None:
-        x = args[0].detach().reshape(-1, module.in_features).to(result.dtype)
+    def forward(_: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], result: Tensor) -> None:
+        x = (args[0] if args else named["input"]).detach().reshape(-1, module.in_features).to(result.dtype)
         w = module.weight.detach().to(result.dtype)
         operands = {"fprop.input": x, "fprop.weight": w, "dgrad.weight": w.t(), "wgrad.input": x.t()}
         for name, value in operands.items():
@@ -64,7 +64,7 @@ def _watch(module: QuantLinear, out: dict[str, float]) -> list[torch.utils.hooks
         _record(out, "dgrad.grad", dy, rows["dgrad.grad"])
         _record(out, "wgrad.grad", dy.t(), rows["wgrad.grad"])
 
-    return [module.register_forward_hook(forward)]
+    return [module.register_forward_hook(forward, with_kwargs=True)]
 
 
 def _record(out: dict[str, float], name: str, value: Tensor, spec: QuantSpec | None) -> None:

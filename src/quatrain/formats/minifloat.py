@@ -7,7 +7,6 @@ Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0); OCP 8-bit Floating Point v1
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +44,9 @@ class MiniFloat:
 
     def values(self) -> Tensor:
         """Value of every code, fp32 [2**bits]; NaN and infinity where the code says so."""
-        return _grid(self)
+        if self.name == "e8m0":
+            return decode_e8m0(torch.arange(256, dtype=torch.uint8))
+        return torch.tensor(_grid(self), dtype=torch.float32)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes (uint8, or torch's own dtype) of any shape to fp32 values of that shape."""
@@ -60,10 +61,7 @@ def _floor_log2(value: float) -> int:
     return int(torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent) - 1
 
 
-@functools.cache
-def _grid(fmt: MiniFloat) -> Tensor:
-    if fmt.name == "e8m0":
-        return decode_e8m0(torch.arange(256, dtype=torch.uint8))
+def _grid(fmt: MiniFloat) -> tuple[float, ...]:
     magnitudes = []
     for code in range(1 << (fmt.exponent_bits + fmt.mantissa_bits)):
         exponent, mantissa = code >> fmt.mantissa_bits, code & ((1 << fmt.mantissa_bits) - 1)
@@ -73,8 +71,7 @@ def _grid(fmt: MiniFloat) -> Tensor:
         if value > fmt.maximum:  # E4M3 has one NaN code above 448; E5M2 has an infinity and three NaNs
             value = float("inf") if fmt.name == "e5m2" and mantissa == 0 else float("nan")
         magnitudes.append(value)
-    grid = torch.tensor(magnitudes, dtype=torch.float32)
-    return torch.cat([grid, -grid])
+    return (*magnitudes, *(-m for m in magnitudes))
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:

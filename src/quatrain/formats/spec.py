@@ -61,6 +61,7 @@ class QuantSpec:
             if self.rounding == "stochastic-unbiased":
                 _nvfp4_only("rounding", self.rounding, "stochastic", fmt)
         self._set("transform", _resolve_transform(fmt, self.transform))
+        self._set("_text", json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":")))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the one place where a default becomes a value
@@ -147,17 +148,12 @@ class QuantSpec:
 
     def to_json(self) -> str:
         """Canonical text of `to_dict`: what files and compiled graphs carry."""
-        return _json_of(self)
+        return self.__dict__["_text"]
 
     @staticmethod
     def from_json(text: str) -> QuantSpec:
         """Parse `to_json`'s text (cached: specs are few and frozen)."""
         return _spec_from_json(text)
-
-
-@functools.lru_cache(maxsize=1024)
-def _json_of(spec: QuantSpec) -> str:
-    return json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":"))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,8 +179,11 @@ def _resolve_block(fmt: BlockFormat, block: Any) -> tuple[int, int]:
     if block is None:
         return fmt.blocks[0]
     block = tuple(block) if isinstance(block, (list, tuple)) else block
-    if block not in fmt.blocks:
-        raise ValueError(f'block of format="{fmt.name}" must be one of {list(fmt.blocks)}, received {block!r}')
+    if block not in fmt.blocks or not all(type(n) is int for n in block):
+        raise ValueError(
+            f'block of format="{fmt.name}" must be one of {list(fmt.blocks)}, received {block!r}; '
+            "leave it out for the format's own"
+        )
     return block
 
 
@@ -211,7 +210,7 @@ def _resolve_scale_max(fmt: BlockFormat, scale: str | None, scale_max: int | Non
     if scale_max is None:
         return 256 if scale == "four-over-six" else 448
     if scale_max not in (256, 448):
-        raise ValueError(f"scale_max must be 448 or 256, received {scale_max!r}")
+        raise ValueError(f"scale_max must be 448 or 256, received {scale_max!r}; leave it out for the rule's own")
     return int(scale_max)
 
 

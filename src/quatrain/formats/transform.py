@@ -34,7 +34,7 @@ class Hadamard:
     signs: str | tuple[int, ...] | None = "fixed"
 
     def __post_init__(self) -> None:
-        if self.size not in SIZES:
+        if self.size not in SIZES or type(self.size) is not int:
             raise ValueError(
                 f"Hadamard size must be one of {SIZES}, received {self.size!r}; use size=16 as in the paper"
             )
@@ -46,7 +46,9 @@ class Hadamard:
                 f'Hadamard signs must be "fixed", None or {self.size} values of +1 and -1, received {signs!r}; '
                 f"give one sign for each of the {self.size} positions"
             )
-        object.__setattr__(self, "signs", tuple(int(s) for s in signs))
+        resolved = tuple(int(s) for s in signs)
+        fixed = tuple(FIXED_SIGNS[i % 16] for i in range(self.size))
+        object.__setattr__(self, "signs", "fixed" if resolved == fixed else resolved)
 
     def sign_vector(self) -> tuple[int, ...]:
         """The `size` signs, resolved."""

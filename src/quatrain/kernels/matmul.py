@@ -73,23 +73,24 @@ def gemm(
     """
     with torch.autocast(a.codes.device.type if isinstance(a, QTensor) else a.device.type, enabled=False):
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            out = _accumulate(a, b if b_rows_contracted else b.t(), out_dtype)
-        else:
-            left, right = _decoded(a), _decoded(b)
-            left, right = _same_length(left, right if b_rows_contracted else right.t())
-            out = (left @ right)[: shape[0], : shape[1]]
-            alpha = _alpha(a, b)
-            out = out if alpha is None else out.mul_(alpha)
+            return _plain(a, b if b_rows_contracted else b.t(), bias, out_dtype)
+        left, right = _decoded(a), _decoded(b)
+        left, right = _same_length(left, right if b_rows_contracted else right.t())
+        out = (left @ right)[: shape[0], : shape[1]]
+        alpha = _alpha(a, b)
+        out = out if alpha is None else out.mul_(alpha)
         return (out if bias is None else out.add_(bias.to(out.dtype))).to(out_dtype)
 
 
-def _accumulate(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _plain(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Plain product of a [M, K] and b [K, N]; 16-bit operands accumulate to fp32 when fp32 is asked for."""
+    if bias is not None:
+        return torch.addmm(bias.to(a.dtype), a, b).to(out_dtype)  # one rounding, as in nn.Linear
     if out_dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
         if a.is_cuda:
             return torch.mm(a, b, out_dtype=torch.float32)
         return a.float() @ b.float()
-    return a @ b
+    return (a @ b).to(out_dtype)
 
 
 def _decoded(operand: Operand) -> Tensor:

@@ -70,12 +70,8 @@ def quantize(
         x = _saturate(x)
     key = make_key(seed, offset, x.device) if spec.stochastic else None
     codes, scales, amax = quantize_parts(x, spec.to_json(), key, backend)
-    if nonfinite == "raise" and not bool(torch.isfinite(amax)):
-        raise ValueError(
-            "quantize needs finite values, received NaN or infinity "
-            f"({int((~torch.isfinite(x)).sum())} of {x.numel()} elements); "
-            'find their origin, or pass nonfinite="saturate" (clip) or nonfinite="defer" (decodes to NaN)'
-        )
+    if nonfinite != "defer" and not bool(torch.isfinite(amax)):
+        _raise_nonfinite(x)
     return QTensor(codes, scales, amax, torch.Size(x.shape), spec)
 
 
@@ -86,6 +82,19 @@ def _check_input(x: Tensor, nonfinite: str) -> None:
         raise ValueError(f"quantize needs a floating dtype, received {x.dtype}; cast it first")
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, received {nonfinite!r}")
+
+
+def _raise_nonfinite(x: Tensor) -> None:
+    bad = int((~torch.isfinite(x)).sum())
+    if bad == 0:
+        raise ValueError(
+            f"quantize needs values that stay finite in fp32 and, with a transform, in {x.dtype}, received some that "
+            f"overflow there (largest magnitude {float(x.abs().max()):.3g}); scale the tensor down first"
+        )
+    raise ValueError(
+        f"quantize needs finite values, received NaN or infinity ({bad} of {x.numel()} elements); "
+        'find their origin, or pass nonfinite="saturate" (clip) or nonfinite="defer" (decodes to NaN)'
+    )
 
 
 def _saturate(x: Tensor) -> Tensor:
@@ -167,12 +176,10 @@ def quantize_reference(x: Tensor, spec: QuantSpec, key: Tensor | None) -> Parts:
 
 def _transformed(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """x [M, K] as fp32, zero-padded to whole blocks and transformed; with its amax [1], which propagates NaN."""
-    pad_rows = _round_up(x.shape[0], spec.block_shape[0]) - x.shape[0]
-    pad_columns = _round_up(x.shape[1], spec.padding) - x.shape[1]
-    x = torch.nn.functional.pad(x, (0, pad_columns, 0, pad_rows))
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % spec.padding))
     if spec.hadamard is not None:
         x = spec.hadamard.forward(x)  # rounded once to x's own dtype, as the paper's kernels do
-    x = x.float()
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, -x.shape[0] % spec.block_shape[0]))
     amax = x.abs().amax().reshape(1) if x.numel() else x.new_zeros(1)
     return x, amax
 

@@ -402,6 +402,7 @@ void encode_fp4(const float* v, float m, const u16* random, u8* codes) {
   for (int j = 0; j < WIDTH; j += 16) {
     vf y = load<vf>(v + j) * m;
     vi code = e2m1_codes<STOCHASTIC>(clip6(y), random + j) | ((as_int(y) >> 28) & 8);
+    code = y == y ? code : vi{} + 7;
     vb bytes = __builtin_convertvector(code, vb);
     std::memcpy(codes + j, &bytes, 16);
   }
@@ -412,8 +413,7 @@ void encode_fp8(const float* v, float m, const u16* random, u8* codes) {
     float y = v[j] * m;
     float a = clip(std::fabs(y), 448.0f);
     float rounded = STOCHASTIC ? e4m3_stochastic(a, random[j]) : e4m3_nearest(a);
-    u32 byte = y != y ? 0x7Fu : e4m3_byte(rounded);
-    codes[j] = (u8)(byte | (bits_of(y) >> 31 << 7));
+    codes[j] = (u8)(y != y ? 0x7Fu : e4m3_byte(rounded) | (bits_of(y) >> 31 << 7));
   }
 }
 

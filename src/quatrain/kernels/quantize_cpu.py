@@ -187,6 +187,7 @@ def quantize_into(x: Tensor, spec: QuantSpec, key: Tensor | None, parts: tuple[T
 
 def _prepared(x: Tensor, spec: QuantSpec) -> tuple[Tensor, int]:
     """The operand in a dtype and layout that the library reads, and the Hadamard size left for it to do."""
+    x = x.resolve_neg()
     hadamard = spec.hadamard.size if spec.hadamard else 0
     if x.dtype not in (torch.float32, torch.bfloat16):
         if spec.hadamard:  # the transform rounds to x's own dtype, which only torch knows

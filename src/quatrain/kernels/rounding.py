@@ -19,11 +19,13 @@ _GOLDEN = 0x9E3779B9
 def encode_nearest(values: Tensor, fmt: MiniFloat) -> Tensor:
     """fp32 values of any shape to codes: nearest, ties to the even code, saturating at the maximum.
 
-    A negative value that rounds to zero keeps its sign (code 8 in E2M1). E2M1 gives uint8, E4M3 torch's dtype.
+    A negative value that rounds to zero keeps its sign (code 8 in E2M1). NaN is code 7 in E2M1, which has none, and
+    0x7F in E4M3. E2M1 gives uint8, E4M3 torch's dtype.
     """
     if fmt is E2M1:
         return _encode_e2m1(values)
-    # Clamp first: before torch 2.12 the eager cast made NaN of what exceeds 448. NaN itself stays NaN.
+    # Clamp first: before torch 2.12 the eager cast made NaN of what exceeds 448. NaN itself stays NaN, positive.
+    values = torch.where(values.isnan(), torch.full_like(values, float("nan")), values)
     return values.clamp(-fmt.maximum, fmt.maximum).to(fmt.dtype)
 
 
@@ -32,7 +34,8 @@ def _encode_e2m1(values: Tensor) -> Tensor:
     code = torch.zeros_like(values, dtype=torch.uint8)
     for boundary, tie_goes_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
         code += (magnitude >= boundary) if tie_goes_up else (magnitude > boundary)
-    return code | (torch.signbit(values).to(torch.uint8) << 3)
+    code = code | (torch.signbit(values).to(torch.uint8) << 3)
+    return code.masked_fill(values.isnan(), 7)
 
 
 def encode_stochastic(values: Tensor, fmt: MiniFloat, bits: Tensor) -> Tensor:

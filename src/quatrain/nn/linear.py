@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels.matmul import gemm_parts
@@ -82,7 +83,7 @@ class QuantLinear(nn.Linear):
     _specs: dict[str | None, Specs]  # by precision phase
     _key_words: tuple[int, ...]  # one 64-bit seed for each operand
     _keys: Tensor  # the same, int64 [6] on the weight's device
-    _weight_cache: tuple[tuple[Any, ...], WeightCodes] | None
+    _weight_cache: tuple[tuple[Any, ...], Tensor, WeightCodes] | None  # stamp, sample of the weight, codes
 
     @property
     def operand_rows(self) -> LinearRows:
@@ -95,6 +96,8 @@ class QuantLinear(nn.Linear):
         specs = self._specs[state.precision]
         if not any(specs):
             return nn.functional.linear(input, self.weight, self.bias)
+        if not input.is_floating_point():
+            raise ValueError(f"a linear layer needs a floating input, received {input.dtype}; cast it first")
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"the last dimension of the input must be in_features = {self.in_features}, "
@@ -123,20 +126,21 @@ class QuantLinear(nn.Linear):
 
     def _weight_codes(self, keys: Tensor, dtype: torch.dtype, specs: Specs, needs_dgrad: bool) -> WeightCodes:
         """Codes for Fprop and Dgrad: made once for each version of the weight, not for each micro-batch."""
-        if torch.compiler.is_compiling() or self.weight.is_inference():
-            return _quantize_weight(self.weight, dtype, specs, keys, needs_dgrad)
         weight, state = self.weight, self._shared_state
-        stamp = (weight.data_ptr(), weight._version, weight.device, dtype, state.generation, specs[1], specs[3])
+        if torch.compiler.is_compiling() or not _can_cache(weight):
+            return _quantize_weight(weight, dtype, specs, keys, needs_dgrad)
+        stamp = (id(weight), weight.data_ptr(), weight._version, dtype, state.generation, specs[1], specs[3])
         cached = self._weight_cache
-        if cached is None or cached[0] != stamp or (needs_dgrad and _lacks_dgrad(cached[1], specs)):
-            cached = (stamp, _quantize_weight(weight, dtype, specs, keys, needs_dgrad))
+        fresh = cached is not None and cached[0] == stamp and torch.equal(cached[1], _sample(weight))
+        if cached is None or not fresh or (needs_dgrad and _lacks_dgrad(cached[2], specs)):
+            cached = (stamp, _sample(weight).clone(), _quantize_weight(weight, dtype, specs, keys, needs_dgrad))
             self._weight_cache = cached
-        return cached[1]
+        return cached[2]
 
     def weight_code_tensors(self) -> list[Tensor]:
         """The cached codes, scales and amax of the weight, for accounting."""
         cached = self._weight_cache
-        return [] if cached is None else [t for t in cached[1] if t is not None]
+        return [] if cached is None else [t for t in cached[2] if t is not None]
 
     def drop_weight_codes(self) -> None:
         """Forget the cached codes; the next forward makes them anew."""
@@ -149,7 +153,7 @@ class QuantLinear(nn.Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._weight_cache = None
+        self._settle()  # with assign=True the weight may now live elsewhere
 
     def _settle(self) -> None:
         """Bring what is no parameter to the weight's device (nothing is ever cast)."""
@@ -227,6 +231,21 @@ def _one_weight(specs: Specs) -> bool:
     return specs[3] is not None and specs[1] == specs[3] and _serves_both_ways(specs[3])
 
 
+def _can_cache(weight: Tensor) -> bool:
+    """Whether codes may be kept: a leaf parameter, and nothing made in inference mode, which autograd cannot save."""
+    return weight.is_leaf and not weight.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A few hundred elements, to notice a write that autograd's version counter does not see (`weight.data`).
+
+    On a GPU the comparison would wait for the device, so there the sample is empty: optimizer steps are noticed all
+    the same, other writes through `.data` need `quatrain.drop_weight_codes`.
+    """
+    flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().flatten()[:0]
+    return flat[:: max(1, flat.numel() // 256)] if weight.device.type == "cpu" else flat[:0]
+
+
 def _lacks_dgrad(codes: WeightCodes, specs: Specs) -> bool:
     return specs[3] is not None and not _one_weight(specs) and codes[3] is None
 
@@ -272,19 +291,25 @@ class _LinearFunction(torch.autograd.Function):
             dgrad_parts = (
                 (weight, None, None) if specs[3] is None else fprop_codes if _one_weight(specs) else dgrad_codes
             )
-        ctx.save_for_backward(keys, *kept, *dgrad_parts)
+        # Checkpointing drops what is saved and recomputes it later, when the clock has moved on; so the keys of this
+        # forward stay on the node itself. (A compiler needs to see them saved, and has no such replay.)
+        compiling = torch.compiler.is_compiling()
+        ctx.keys = None if compiling else keys
+        ctx.save_for_backward(keys if compiling else None, *kept, *dgrad_parts)
         ctx.specs, ctx.x_dtype, ctx.weight_dtype = specs, x.dtype, weight.dtype
         ctx.shape = (tokens, x.shape[1], out_features)
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.seen_row = None if torch.compiler.is_compiling() else seen_row
+        ctx.seen_row = None if compiling else seen_row
         seen = _maxima(x, {0: x_parts[2], 1: fprop_codes[2], 3: dgrad_codes[2], 5: kept[2]})
         ctx.mark_non_differentiable(seen)
         return y, seen
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0]  # [T, N]
         keys, *saved = ctx.saved_tensors
+        keys = ctx.keys if keys is None else keys
         kept, dgrad_parts, specs = tuple(saved[:3]), tuple(saved[3:6]), ctx.specs
         tokens, in_features, out_features = ctx.shape
         dx = dw = db = None

@@ -7,6 +7,7 @@ modules' backs.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 
@@ -35,6 +36,7 @@ class SharedState:
 
     def __init__(self, names: list[str], device: torch.device) -> None:
         self.names = names
+        self.said_idle = False
         self.precision: str | None = None
         self.generation = 0
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
@@ -50,11 +52,12 @@ class SharedState:
 
     def advance(self, root: nn.Module, *_: object) -> None:
         """Forward pre-hook of the root: one tick for each training forward, none for a recompute inside backward."""
-        if root.training and torch.is_grad_enabled() and not _inside_backward():
+        if root.training and not _inside_backward():  # in any grad mode: checkpointing's first pass has it off
             self.clock.add_(1)
 
     def __setstate__(self, values: dict[str, object]) -> None:
         self.__dict__.update(values)
+        _run_hook_uncompiled()
         _watch_optimizers(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SharedState:
@@ -141,6 +144,15 @@ def set_precision(model: nn.Module, precision: str | None) -> None:
             state.generation += 1
 
 
+def drop_weight_codes(model: nn.Module) -> None:
+    """Make every converted module quantize its weight anew at its next forward.
+
+    Needed only after writing weights through `.data` on a GPU outside an optimizer's step; everything else is noticed.
+    """
+    for state in shared_states(model):
+        state.generation += 1
+
+
 def rng_state(model: nn.Module) -> Tensor:
     """int64 [n] on the CPU: the clock of each conversion inside `model` ([1] after one `apply`, zero if none).
 
@@ -166,6 +178,19 @@ def set_rng_state(model: nn.Module, value: Tensor) -> None:
         state.clock.copy_(clock)
 
 
+def _mention_idle(state: SharedState) -> None:
+    """Warn once about modules that did not run while others did: something may use their weight directly."""
+    ran = (state.seen != 0).any(dim=1).tolist()  # NaN counts as not zero
+    idle = [name for name, active in zip(state.names, ran, strict=True) if not active]
+    if idle and len(idle) < len(ran) and not state.said_idle and state.precision is None:
+        state.said_idle = True
+        warnings.warn(
+            f"{len(idle)} converted module(s) have not run: {', '.join(idle[:4])}; if their parent passes the weight "
+            "to a function of its own, it is not quantized there (keep them by name)",
+            stacklevel=3,
+        )
+
+
 def check_finite(model: nn.Module) -> None:
     """Raise if any quantized operand has been NaN or infinite since the last check (one synchronisation each).
 
@@ -174,6 +199,7 @@ def check_finite(model: nn.Module) -> None:
     """
     for state in shared_states(model):
         bad = (~torch.isfinite(state.seen)).nonzero().tolist()
+        _mention_idle(state)
         state.seen.zero_()
         if bad:
             places = [f"{state.names[i]} ({OPERANDS[j]})" for i, j in bad]

@@ -13,7 +13,9 @@ from torch import nn
 from quatrain.nn import QuantLinear, SharedState, convert
 from quatrain.recipe.schema import Keep, Recipe, load_recipe
 
-_HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "output_layer")
+_HEAD_NAMES = (
+    "lm_head", "head", "output", "embed_out", "output_layer", "score", "classifier", "qa_outputs",
+)  # fmt: skip
 _KEPT_SHARE_WARNING = 0.25
 
 
@@ -110,8 +112,13 @@ def apply(model: nn.Module, recipe: Recipe | str | Path, seed: int = 0) -> Repor
 
 
 def _convert_all(model: nn.Module, recipe: Recipe, names: list[str], seed: int) -> None:
-    first = model.get_submodule(names[0])
-    device = next(first.parameters()).device
+    devices = {p.device for name in names for p in model.get_submodule(name).parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"apply needs all linears of a model on one device, received {sorted(map(str, devices))}; "
+            "convert the model before it is spread, or each part by itself"
+        )
+    device = devices.pop()
     state = SharedState(names, torch.device("cpu") if device.type == "meta" else device)
     for index, name in enumerate(names):
         linear = model.get_submodule(name)
@@ -119,8 +126,14 @@ def _convert_all(model: nn.Module, recipe: Recipe, names: list[str], seed: int) 
             convert(linear, recipe.linear, state, index, seed, _rank())
     model.register_forward_pre_hook(state.advance)
     for parent in dict.fromkeys(model.get_submodule(name.rpartition(".")[0]) for name in names):
-        if "mamba" in type(parent).__name__.lower():
+        if hasattr(parent, "out_proj") and hasattr(parent, "conv1d"):
             _call_projections(parent)
+        elif isinstance(parent, nn.TransformerEncoderLayer):
+            parent.register_forward_pre_hook(_nothing)  # a hook keeps torch off its fused path in evaluation
+
+
+def _nothing(*_: object) -> None:
+    return None
 
 
 def _call_projections(mixer: nn.Module) -> None:
@@ -130,18 +143,17 @@ def _call_projections(mixer: nn.Module) -> None:
     so past its quantization. They look at their own `training` flag for that, and for nothing else, so the flag is
     down for the length of their forward; their children keep theirs.
     """
-    was_training: list[bool] = []
+    mixer.register_forward_pre_hook(_lower_training_flag)
+    mixer.register_forward_hook(_restore_training_flag, always_call=True)
 
-    def lower(module: nn.Module, _: object) -> None:
-        was_training.append(module.training)
-        module.training = False
 
-    def restore(module: nn.Module, *_: object) -> None:
-        if was_training:
-            module.training = was_training.pop()
+def _lower_training_flag(mixer: nn.Module, _: object) -> None:
+    mixer.__dict__["_trained"] = mixer.training
+    mixer.training = False
 
-    mixer.register_forward_pre_hook(lower)
-    mixer.register_forward_hook(restore, always_call=True)
+
+def _restore_training_flag(mixer: nn.Module, *_: object) -> None:
+    mixer.training = mixer.__dict__.pop("_trained", mixer.training)
 
 
 def _rank() -> int:
@@ -156,6 +168,13 @@ class _Plan:
         self.model = model
         self.recipe = recipe
         self.linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        # A module that is used in several places has several names; rules may use any of them.
+        self.names: dict[str, str] = {}
+        first = {id(m): name for name, m in self.linears.items()}
+        for name, module in model.named_modules(remove_duplicate=False):
+            if id(module) in first:
+                self.names[name] = first[id(module)]
+        self.experts = _expert_macs(model)
         self.kept: dict[str, str] = {}
         self.blocks = _blocks(model, recipe.keep)
         self.head = _head_name(model, self.linears, self.blocks)
@@ -181,14 +200,14 @@ class _Plan:
 
     def _keep_by_name(self, keep: Keep) -> None:
         for pattern in keep.names:
-            found = fnmatch.filter(self.linears, pattern)
+            found = fnmatch.filter(self.names, pattern)
             if not found:
                 raise ValueError(
                     f"keep.names pattern {pattern!r} matches no linear of this model; "
                     f"its linears are called like {', '.join(list(self.linears)[:4])}"
                 )
             for name in found:
-                self.kept.setdefault(name, f"name pattern {pattern!r}")
+                self.kept.setdefault(self.names[name], f"name pattern {pattern!r}")
 
     def _keep_by_block(self, keep: Keep) -> None:
         if not keep.counts_blocks:
@@ -196,9 +215,9 @@ class _Plan:
         if not self.blocks:
             raise ValueError(
                 "keep rules by first, last or share need the model's list of blocks, and no nn.ModuleList holds "
-                'linears; name it with keep.blocks = "path.to.list"'
+                'nn.Linear layers; name it with keep.blocks = "path.to.list"'
             )
-        weights = [sum(_macs(m) for m in _linears_under(self.model, block)) for block in self.blocks]
+        weights = [self._block_macs(block) for block in self.blocks]
         last = max(keep.last_blocks, _blocks_for_share(weights, keep.last_share))
         for number, block in enumerate(self.blocks):
             place = f"block {number + 1} of {len(self.blocks)}"
@@ -209,9 +228,14 @@ class _Plan:
                 why = f"{place}: {rule}"
             else:
                 continue
-            for name in self.linears:
+            for name, linear in self.names.items():
                 if name == block or name.startswith(block + "."):
-                    self.kept.setdefault(name, why)
+                    self.kept.setdefault(linear, why)
+
+    def _block_macs(self, block: str) -> int:
+        inside = [name for name in self.names if name == block or name.startswith(block + ".")]
+        experts = sum(macs for name, macs in self.experts.items() if name.startswith(block + "."))
+        return sum(_macs(self.linears[self.names[name]]) for name in inside) + experts
 
     def why_nothing(self) -> str:
         """Reasons, counted, for an error message."""
@@ -225,19 +249,40 @@ class _Plan:
         in_blocks = {n: m for n, m in self.linears.items() if n != self.head}
         done = {name: _describe(self.recipe) for name in converted}
         kept = {name: why for name, why in self.kept.items() if name not in done} | _other_modules(self.model)
-        macs = (sum(_macs(self.linears[n]) for n in done), sum(_macs(m) for m in in_blocks.values()))
+        total = sum(_macs(m) for m in in_blocks.values()) + sum(self.experts.values())
+        macs = (sum(_macs(self.linears[n]) for n in done), total)
         head_macs = _macs(self.linears[self.head]) if self.head and self.head not in done else 0
         if self.head in done:  # a converted head counts on both sides
             macs = (macs[0], macs[1] + _macs(self.linears[self.head]))
-        return Report(done, kept, (len(done), len(self.linears)), macs, head_macs, self.recipe.name)
+        return Report(done, kept, (len(done), len(self.linears)), macs, head_macs, self.recipe.name, self._notes(total))
+
+    def _notes(self, total: int) -> list[str]:
+        notes = []
+        if self.recipe.keep.counts_blocks and self.recipe.quantizes:
+            notes.append(f"blocks: {self.blocks[0].rpartition('.')[0]} ({len(self.blocks)})")
+        if self.experts and total:
+            share = sum(self.experts.values()) / total
+            notes.append(f"fused expert weights stay in BF16: {share:.0%} of the linear multiply-accumulates")
+        return notes
 
 
 def _macs(linear: nn.Linear) -> int:
     return linear.in_features * linear.out_features
 
 
-def _linears_under(model: nn.Module, block: str) -> list[nn.Linear]:
-    return [m for m in model.get_submodule(block).modules() if isinstance(m, nn.Linear)]
+def _expert_macs(model: nn.Module) -> dict[str, int]:
+    """Multiply-accumulates per token of fused experts: 3-D weights [experts, ...] outside convolutions.
+
+    Counted for the experts that a token visits where the model's configuration says how many, else for all.
+    """
+    config = getattr(model, "config", None)
+    visited = getattr(config, "num_experts_per_tok", None)
+    found = {}
+    for name, module in model.named_modules():
+        weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        if weights and not isinstance(module, nn.modules.conv._ConvNd):
+            found[name] = sum(p[0].numel() * min(visited or p.shape[0], p.shape[0]) for p in weights)
+    return found
 
 
 def _blocks(model: nn.Module, keep: Keep) -> list[str]:
@@ -247,17 +292,24 @@ def _blocks(model: nn.Module, keep: Keep) -> list[str]:
             named = model.get_submodule(keep.blocks)
         except AttributeError as error:
             raise ValueError(f"keep.blocks names no module of this model: {keep.blocks!r}") from error
-        return [f"{keep.blocks}.{child}" for child, _ in named.named_children()]
+        found = [f"{keep.blocks}.{child}" for child, m in named.named_children() if _holds_linears(m)]
+        if not found and keep.counts_blocks:
+            raise ValueError(
+                f"keep.blocks must name a list whose members hold nn.Linear layers, received {keep.blocks!r}"
+            )
+        return found
     best: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             prefix = f"{name}." if name else ""
-            members = [
-                f"{prefix}{i}" for i, m in enumerate(module) if any(isinstance(c, nn.Linear) for c in m.modules())
-            ]
+            members = [f"{prefix}{i}" for i, m in enumerate(module) if _holds_linears(m)]
             if len(members) > len(best):
                 best = members
     return best
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Linear) for m in module.modules())
 
 
 def _blocks_for_share(weights: list[int], share: float) -> int:
@@ -267,7 +319,7 @@ def _blocks_for_share(weights: list[int], share: float) -> int:
     total, held = sum(weights), 0
     for count, weight in enumerate(reversed(weights), start=1):
         held += weight
-        if held >= share * total:
+        if held >= share * total * (1 - 1e-9):  # 0.07 of a hundred equal blocks is seven, not eight
             return count
     return len(weights)
 

@@ -42,6 +42,7 @@ class Keep:
     def __post_init__(self) -> None:
         if not 0.0 <= self.last_share < 1.0:
             raise ValueError(f"keep.last_share must lie in [0, 1), received {self.last_share}")
+        object.__setattr__(self, "last_share", float(self.last_share))  # 0 and 0.0 are one recipe
         for name in ("first_blocks", "last_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"keep.{name} must not be negative, received {getattr(self, name)}")
