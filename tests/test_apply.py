@@ -217,10 +217,11 @@ def test_nemotron_h_converts_projections_only(monkeypatch: pytest.MonkeyPatch) -
     )
 
     calls = []
-    original = QuantLinear._weight_codes
-    monkeypatch.setattr(
-        QuantLinear, "_weight_codes", lambda self, *a: calls.append(module_name(model, self)) or original(self, *a)
-    )
+    import quatrain.nn.linear as linear
+
+    original = linear.weight_codes
+    owners = {id(model.get_submodule(name).weight): name for name in report.converted}
+    monkeypatch.setattr(linear, "weight_codes", lambda w, *a: calls.append(owners[id(w)]) or original(w, *a))
     ids = torch.randint(0, 128, (2, 64))
     model(input_ids=ids, labels=ids).loss.backward()
     expected = sorted(report.converted)
@@ -250,10 +251,6 @@ def test_fused_mamba_kernel_cannot_bypass_out_proj(monkeypatch: pytest.MonkeyPat
     quantized = {id(model.get_submodule(name).weight) for name in report.converted}
     assert len(calls) == 1 and id(calls[0]) not in quantized  # only the block that is kept in BF16
     assert all(m.training for m in model.modules())
-
-
-def module_name(model: nn.Module, module: nn.Module) -> str:
-    return next(n for n, m in model.named_modules() if m is module)
 
 
 def test_llama_with_tied_embeddings() -> None:

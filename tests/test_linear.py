@@ -202,10 +202,11 @@ def test_eval_and_frozen_save_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_quantize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of operands as they are quantized, told apart by their specs' texts."""
-    import quatrain.nn.linear as module
+    import quatrain.nn.linear
+    import quatrain.nn.weights
 
     calls: list[str] = []
-    original = module.quantize_parts
+    original = quatrain.nn.linear.quantize_parts
 
     def counting(x: torch.Tensor, spec: str, key: torch.Tensor | None, backend: str = "auto"):
         for name, row in zip(OPERANDS, NVFP4.rows, strict=True):
@@ -214,7 +215,8 @@ def count_quantize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 break
         return original(x, spec, key, backend)
 
-    monkeypatch.setattr(module, "quantize_parts", counting)
+    for module in (quatrain.nn.linear, quatrain.nn.weights):
+        monkeypatch.setattr(module, "quantize_parts", counting)
     return calls
 
 
@@ -574,3 +576,35 @@ def test_dropping_weight_codes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     qt.drop_weight_codes(linear)
     linear(torch.randn(4, 64))
     assert calls.count("fprop.weight") == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_weights_are_quantized_once_per_step(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    twin = copy.deepcopy(model)
+    qt.apply(model, NVFP4_TEXT)
+    qt.apply(twin, NVFP4_TEXT)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    compiled(torch.randn(48, 64))  # trace before counting
+    twin(torch.randn(48, 64))
+    import quatrain.nn.weights as weights
+
+    calls = []
+    original = weights.quantize_parts
+    monkeypatch.setattr(weights, "quantize_parts", lambda *a: calls.append(1) or original(*a))
+    for step in range(1, 4):
+        for optimizer in optimizers:
+            optimizer.step()
+        for _ in range(4):
+            x = torch.randn(48, 64)
+            for m in (compiled, twin):
+                m(x).square().mean().backward()
+        assert len(calls) == 2 * 2 * step  # two weights, two models
+    if backend == "aot_eager":
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    model[0].weight.data.mul_(2)
+    assert not torch.equal(compiled(x), compiled(x * 0)) and torch.allclose(
+        compiled(x), nn.Sequential.forward(model, x), atol=1e-5
+    )

@@ -24,10 +24,7 @@ from quatrain.formats import QuantSpec
 from quatrain.kernels.matmul import gemm_parts
 from quatrain.kernels.quantize import quantize_parts
 from quatrain.nn.state import OPERANDS, PRECISIONS, SharedState, keys_now
-
-Specs = tuple[str | None, ...]  # canonical text of six rows, in the order of OPERANDS: constants to a compiler
-Parts = tuple[Any, Any, Any]  # codes, scales, amax; or a plain tensor and two None
-WeightCodes = tuple[Any, ...]  # two Parts: for Fprop and for Dgrad
+from quatrain.nn.weights import Parts, Specs, cached_tensors, one_weight, operand_key, serves_both_ways, weight_codes
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,7 @@ class QuantLinear(nn.Linear):
     _index: int  # this module's line in the shared state
     _specs: dict[str | None, Specs]  # by precision phase
     _key_words: tuple[int, ...]  # one 64-bit seed for each operand
-    _keys: Tensor  # the same, int64 [6] on the weight's device
-    _weight_cache: tuple[tuple[Any, ...], Tensor, WeightCodes] | None  # stamp, sample of the weight, codes
+    _keys: Tensor  # the same, int64 [6] on the weight's device; carries the weight's codes
 
     @property
     def operand_rows(self) -> LinearRows:
@@ -107,14 +103,15 @@ class QuantLinear(nn.Linear):
         x = input.to(dtype).reshape(-1, self.in_features)
         training = torch.is_grad_enabled()
         keys = keys_now(self._keys, state.clock)
-        codes = self._weight_codes(keys, dtype, specs, training and x.requires_grad)
+        needs_dgrad = training and x.requires_grad
+        codes = weight_codes(self.weight, self._keys, state.clock, state.generation, dtype, specs, needs_dgrad)
         y, seen = _LinearFunction.apply(
             x,
             self.weight,
             self.bias,
             keys,
             specs,
-            training and x.requires_grad,
+            needs_dgrad,
             training and self.weight.requires_grad,
             *codes,
             state.seen[self._index],
@@ -124,27 +121,9 @@ class QuantLinear(nn.Linear):
             row.copy_(torch.maximum(row, seen))
         return y.reshape(*input.shape[:-1], self.out_features)
 
-    def _weight_codes(self, keys: Tensor, dtype: torch.dtype, specs: Specs, needs_dgrad: bool) -> WeightCodes:
-        """Codes for Fprop and Dgrad: made once for each version of the weight, not for each micro-batch."""
-        weight, state = self.weight, self._shared_state
-        if torch.compiler.is_compiling() or not _can_cache(weight):
-            return _quantize_weight(weight, dtype, specs, keys, needs_dgrad)
-        stamp = (id(weight), weight.data_ptr(), weight._version, dtype, state.generation, specs[1], specs[3])
-        cached = self._weight_cache
-        fresh = cached is not None and cached[0] == stamp and torch.equal(cached[1], _sample(weight))
-        if cached is None or not fresh or (needs_dgrad and _lacks_dgrad(cached[2], specs)):
-            cached = (stamp, _sample(weight).clone(), _quantize_weight(weight, dtype, specs, keys, needs_dgrad))
-            self._weight_cache = cached
-        return cached[2]
-
     def weight_code_tensors(self) -> list[Tensor]:
         """The cached codes, scales and amax of the weight, for accounting."""
-        cached = self._weight_cache
-        return [] if cached is None else [t for t in cached[2] if t is not None]
-
-    def drop_weight_codes(self) -> None:
-        """Forget the cached codes; the next forward makes them anew."""
-        self._weight_cache = None
+        return cached_tensors(self._keys)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
         super()._apply(fn, recurse)
@@ -156,9 +135,8 @@ class QuantLinear(nn.Linear):
         self._settle()  # with assign=True the weight may now live elsewhere
 
     def _settle(self) -> None:
-        """Bring what is no parameter to the weight's device (nothing is ever cast)."""
+        """Bring what is no parameter to the weight's device (nothing is ever cast), without its cached codes."""
         device = torch.device("cpu") if self.weight.is_meta else self.weight.device
-        self._weight_cache = None
         self._keys = torch.tensor(self._key_words, dtype=torch.int64, device=device)
         self._shared_state.follow(device)
 
@@ -208,58 +186,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _key(keys: Tensor, operand: int) -> Tensor:
-    """int64 [2]: the operand's seed and the clock, from int64 [7]."""
-    return torch.cat([keys[operand : operand + 1], keys[6:]])
-
-
 def _packed(x: Tensor, specs: Specs, operand: int, keys: Tensor) -> Parts:
     """The operand's codes, scales and amax, or the tensor itself where its row is missing."""
     spec = specs[operand]
     if spec is None:
         return x, None, None
-    return quantize_parts(x, spec, _key(keys, operand) if '"stochastic' in spec else None)
-
-
-def _serves_both_ways(spec: str) -> bool:
-    """Whether codes of W are also codes of its transpose: square blocks, no transform, nothing drawn."""
-    return '"transform"' not in spec and '"stochastic' not in spec and '"block":[1,' not in spec
-
-
-def _one_weight(specs: Specs) -> bool:
-    """Whether Dgrad reuses the weight codes of Fprop."""
-    return specs[3] is not None and specs[1] == specs[3] and _serves_both_ways(specs[3])
-
-
-def _can_cache(weight: Tensor) -> bool:
-    """Whether codes may be kept: a leaf parameter, and nothing made in inference mode, which autograd cannot save."""
-    return weight.is_leaf and not weight.is_inference() and not torch.is_inference_mode_enabled()
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """A few hundred elements, to notice a write that autograd's version counter does not see (`weight.data`).
-
-    On a GPU the comparison would wait for the device, so there the sample is empty: optimizer steps are noticed all
-    the same, other writes through `.data` need `quatrain.drop_weight_codes`.
-    """
-    flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().flatten()[:0]
-    return flat[:: max(1, flat.numel() // 256)] if weight.device.type == "cpu" else flat[:0]
-
-
-def _lacks_dgrad(codes: WeightCodes, specs: Specs) -> bool:
-    return specs[3] is not None and not _one_weight(specs) and codes[3] is None
-
-
-def _quantize_weight(weight: Tensor, dtype: torch.dtype, specs: Specs, keys: Tensor, needs_dgrad: bool) -> WeightCodes:
-    """(codes, scales, amax) of the weight for Fprop and for Dgrad; None where the row is missing or not needed."""
-    nothing = (None, None, None)
-    w = weight.detach().to(dtype)
-    fprop: Any = _packed(w, specs, 1, keys) if specs[1] else nothing
-    if not needs_dgrad or not specs[3]:
-        return (*fprop, *nothing)
-    if _one_weight(specs):
-        return (*fprop, *nothing)
-    return (*fprop, *_packed(w if _serves_both_ways(specs[3]) else w.t(), specs, 3, keys))
+    return quantize_parts(x, spec, operand_key(keys, keys[6:], operand) if '"stochastic' in spec else None)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -289,7 +221,7 @@ class _LinearFunction(torch.autograd.Function):
         dgrad_parts: Parts = (None, None, None)
         if needs_dgrad:
             dgrad_parts = (
-                (weight, None, None) if specs[3] is None else fprop_codes if _one_weight(specs) else dgrad_codes
+                (weight, None, None) if specs[3] is None else fprop_codes if one_weight(specs) else dgrad_codes
             )
         # Checkpointing drops what is saved and recomputes it later, when the clock has moved on; so the keys of this
         # forward stay on the node itself. (A compiler needs to see them saved, and has no such replay.)
@@ -335,7 +267,7 @@ def _dgrad(dy: Parts, w: Parts, specs: Specs, shape: tuple[int, int], dtype: tor
     spec = specs[3]
     if spec is None:
         return gemm_parts(dy, specs[2], (w[0].to(dtype), None, None), None, shape, dtype, None, True)
-    return gemm_parts(dy, specs[2], w, spec, shape, dtype, None, _serves_both_ways(spec))
+    return gemm_parts(dy, specs[2], w, spec, shape, dtype, None, serves_both_ways(spec))
 
 
 def _wgrad(dyt: Parts, kept: Parts, specs: Specs, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ class SharedState:
     Attributes:
         clock: int64 [1] on the model's device, advanced at each training forward of the root.
         precision: None (the recipe), "forward" (forward GEMMs in BF16) or "both" (everything in BF16).
-        generation: counts optimizer steps and phase changes; cached weight codes of an older one are stale.
+        generation: int64 [1], counts optimizer steps and phase changes; weight codes of an older one are stale.
         seen: fp32 [modules, 6], the running maximum magnitude of every operand, NaN and infinity included.
         names: module names, in the order of `seen`.
     """
@@ -38,7 +38,7 @@ class SharedState:
         self.names = names
         self.said_idle = False
         self.precision: str | None = None
-        self.generation = 0
+        self.generation = torch.zeros(1, dtype=torch.int64)  # on the CPU always
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.seen = torch.zeros(len(names), len(OPERANDS), dtype=torch.float32, device=device)
         _watch_optimizers(self)
@@ -105,7 +105,7 @@ def _watch_optimizers(state: SharedState) -> None:
     def after_step(*_: object) -> None:
         alive = reference()
         if alive is not None:
-            alive.generation += 1
+            alive.generation.add_(1)
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(state, handle.remove)
@@ -141,7 +141,7 @@ def set_precision(model: nn.Module, precision: str | None) -> None:
     for state in shared_states(model):
         if state.precision != precision:
             state.precision = precision
-            state.generation += 1
+            state.generation.add_(1)
 
 
 def drop_weight_codes(model: nn.Module) -> None:
@@ -150,7 +150,7 @@ def drop_weight_codes(model: nn.Module) -> None:
     Needed only after writing weights through `.data` on a GPU outside an optimizer's step; everything else is noticed.
     """
     for state in shared_states(model):
-        state.generation += 1
+        state.generation.add_(1)
 
 
 def rng_state(model: nn.Module) -> Tensor:
