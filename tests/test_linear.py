@@ -608,3 +608,18 @@ def test_compiled_weights_are_quantized_once_per_step(backend: str, monkeypatch:
     assert not torch.equal(compiled(x), compiled(x * 0)) and torch.allclose(
         compiled(x), nn.Sequential.forward(model, x), atol=1e-5
     )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_backward_is_watched_too(backend: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    qt.apply(model, NVFP4_TEXT)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    y = compiled(torch.randn(48, 64))
+    y.sum().backward()
+    qt.check_finite(model)
+    y = compiled(torch.randn(48, 64))
+    y.backward(torch.full_like(y, float("inf")))
+    with pytest.raises(qt.NonFiniteError, match=r"2 \(dgrad.grad\), 2 \(wgrad.grad\)"):
+        qt.check_finite(model)

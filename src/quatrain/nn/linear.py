@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from quatrain.formats import QuantSpec
 from quatrain.kernels.matmul import gemm_parts
 from quatrain.kernels.quantize import quantize_parts
-from quatrain.nn.state import OPERANDS, PRECISIONS, SharedState, keys_now
+from quatrain.nn.state import OPERANDS, PRECISIONS, SharedState, keys_now, note_maxima
 from quatrain.nn.weights import Parts, Specs, cached_tensors, one_weight, operand_key, serves_both_ways, weight_codes
 
 
@@ -231,7 +231,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.specs, ctx.x_dtype, ctx.weight_dtype = specs, x.dtype, weight.dtype
         ctx.shape = (tokens, x.shape[1], out_features)
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.seen_row = None if compiling else seen_row
+        ctx.seen_row = seen_row
         seen = _maxima(x, {0: x_parts[2], 1: fprop_codes[2], 3: dgrad_codes[2], 5: kept[2]})
         ctx.mark_non_differentiable(seen)
         return y, seen
@@ -257,8 +257,8 @@ class _LinearFunction(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
             db = dy.sum(0, dtype=wide).to(ctx.bias_dtype)
-        if ctx.seen_row is not None and not dy.is_meta:
-            ctx.seen_row.copy_(torch.maximum(ctx.seen_row, _maxima(dy, seen)))
+        if not dy.is_meta:
+            note_maxima(ctx.seen_row, _maxima(dy, seen))
         return (dx, dw, db, *(None,) * 11)
 
 

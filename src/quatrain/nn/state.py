@@ -72,6 +72,24 @@ def keys_now(keys: Tensor, clock: Tensor) -> Tensor:
     return _keys_now_op(keys, clock) if torch.compiler.is_compiling() else torch.cat([keys, clock])
 
 
+def note_maxima(row: Tensor, seen: Tensor) -> None:
+    """Raise the running maxima fp32 [6] of one module in place, NaN and infinity included."""
+    if torch.compiler.is_compiling():
+        _note_maxima_op(row, seen)
+    else:
+        row.copy_(torch.maximum(row, seen))
+
+
+@torch.library.custom_op("quatrain::note_maxima", mutates_args=("row",))
+def _note_maxima_op(row: Tensor, seen: Tensor) -> None:
+    row.copy_(torch.maximum(row, seen))
+
+
+@_note_maxima_op.register_fake
+def _(row: Tensor, seen: Tensor) -> None:
+    return None
+
+
 @torch.library.custom_op("quatrain::keys_now", mutates_args=())
 def _keys_now_op(keys: Tensor, clock: Tensor) -> Tensor:
     # An opaque operation on purpose: compilers recompute cheap ones in backward, from a clock that has moved on.
