@@ -249,6 +249,13 @@ def test_non_finite_never_passes_in_silence(spec: S, value: float, backend: str)
     assert torch.equal(clipped.codes.view(torch.uint8), qt.quantize(x, spec, backend=backend).codes.view(torch.uint8))
 
 
+def test_eight_bit_floats_are_inputs_too() -> None:
+    x = torch.randn(8, 64)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        small = x.to(dtype)
+        assert torch.equal(qt.quantize(small, "nvfp4").codes, qt.quantize(small.float(), "nvfp4").codes)
+
+
 def test_all_infinite_saturates_to_zero() -> None:
     assert qt.quantize(torch.full((16,), float("inf")), "nvfp4", nonfinite="saturate").dequantize().abs().max() == 0
 

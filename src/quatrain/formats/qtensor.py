@@ -79,7 +79,7 @@ class QTensor:
         """
         return (self.element_values() * self.scale_values()).to(dtype)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, *, inverse: bool = False) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32, inverse: bool = False) -> Tensor:
         """The values the codes stand for: ((code * scale) * amax) / constant in fp32, then one rounding to `dtype`.
 
         Args:

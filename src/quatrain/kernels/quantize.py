@@ -66,6 +66,8 @@ def quantize(
     spec = QuantSpec(spec) if isinstance(spec, str) else spec
     _check_input(x, nonfinite)
     x = x.detach().movedim(dim, -1)
+    if x.element_size() == 1:  # 8-bit floats have no arithmetic of their own; BF16 holds them exactly
+        x = x.bfloat16()
     if nonfinite == "saturate":
         x = _saturate(x)
     key = make_key(seed, offset, x.device) if spec.stochastic else None

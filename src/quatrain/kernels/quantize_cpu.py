@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -76,14 +77,23 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if compiler is None:
         return None, "no C++ compiler (g++ or clang++) on the PATH"
     try:
-        library = ctypes.CDLL(str(_build(compiler)))
+        library = _opened(_build(compiler)) or ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        return None, f"the CPU twin could not be built with {compiler}: {error}"
+        return None, f"the CPU twin could not be built with {compiler}, or its library not be loaded: {error}"
     if library.qt_abi() != ABI:
         return None, f"the CPU twin in the cache has interface {library.qt_abi()}, this release needs {ABI}"
     library.qt_quantize.restype = None
     library.qt_decode.restype = None
     return library, None
+
+
+def _opened(path: Path) -> ctypes.CDLL | None:
+    """The library at `path`; one that does not load here (any more) is removed, so that it can be built anew."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        return None
 
 
 def _build(compiler: str) -> Path:
@@ -93,16 +103,25 @@ def _build(compiler: str) -> Path:
     facts = "\n".join([source.read_text(), version, " ".join(_FLAGS + native), _processor()])
     name = f"quantize-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     folder = _cache_folder()
-    target = folder / name
-    if target.exists():
+    target, digest = folder / name, folder / f"{name}.sha256"
+    if _is_whole(target, digest):
         return target
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # OpenMP symbols are left to the runtime that torch has loaded already: two runtimes would fight over the cores.
     attempts = (("-fopenmp", *native), ("-fopenmp",), native, ())
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = _first_that_builds(compiler, source, Path(scratch), attempts)
+        digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
         os.replace(built, target)  # noqa: PTH105 (atomic: a second process sees a whole library or none)
     return target
+
+
+def _is_whole(library: Path, digest: Path) -> bool:
+    """Whether the cached library is as it was built: one that was cut short may end the process that loads it."""
+    try:
+        return hashlib.sha256(library.read_bytes()).hexdigest() == digest.read_text()
+    except (OSError, ValueError):
+        return False
 
 
 def _first_that_builds(compiler: str, source: Path, scratch: Path, attempts: tuple[tuple[str, ...], ...]) -> Path:
@@ -133,7 +152,20 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path:
-    return Path("~/.cache/quatrain/native").expanduser()
+    """In the home folder; for a user without one, a folder of the user's own among the temporary files.
+
+    Raises:
+        OSError: the folder among the temporary files belongs to, or can be written by, someone else.
+    """
+    try:
+        return Path("~/.cache/quatrain/native").expanduser()
+    except RuntimeError:
+        folder = Path(tempfile.gettempdir()) / f"quatrain-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{folder} must be a folder that its user alone can enter; remove it")
+    return folder
 
 
 def _threads(elements: int) -> int:
