@@ -16,7 +16,7 @@ def model_and_loss() -> tuple[nn.Module, object]:
     model = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
     qt.apply(model, qt.load_recipe("nvfp4").to_toml().replace("last_share = 0.15", "last_share = 0.0"))
     x = torch.randn(256, 128)
-    return model, lambda: model(x).square().mean()
+    return model, lambda: model(x).exp().square().mean()  # exp saves its own output
 
 
 def test_snr_of_gaussian_data() -> None:
@@ -49,3 +49,18 @@ def test_saved_bytes_counts_each_storage_once_and_no_parameter() -> None:
     # plain: x, relu's result (shared with the second linear), y; ours: two packed operands, relu's result, y
     assert full == 4 * 256 * (128 + 128 + 64)
     assert quantized == pytest.approx(256 * 128 * 2 * 0.5625 + 4 * 256 * (128 + 64), rel=0.01)
+
+
+def test_measuring_frees_the_graph_it_measured() -> None:
+    import gc
+    import weakref
+
+    from quatrain.train.savings import linear_bytes_per_element
+
+    for measure in (lambda m, f: saved_bytes(f, m), linear_bytes_per_element, operand_snr):
+        model, loss = model_and_loss()
+        measure(model, loss)
+        alive = weakref.ref(model[0])
+        del model, loss
+        gc.collect()
+        assert alive() is None

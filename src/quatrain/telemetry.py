@@ -93,18 +93,18 @@ def saved_bytes(loss_fn: Callable[[], Tensor], model: nn.Module | None = None) -
     excluded = set()
     for module in model.modules() if model is not None else ():
         excluded |= {p.untyped_storage().data_ptr() for p in module.parameters(recurse=False)}
-    storages: dict[int, Tensor] = {}
+    storages: dict[int, int] = {}  # sizes, not tensors: the graph holds this function, and would then never be freed
 
     def pack(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            storages[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # an output that its own node holds, hooks and all, would be a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = loss_fn()
     for module in model.modules() if model is not None else ():
         if isinstance(module, QuantLinear):
             excluded |= {t.untyped_storage().data_ptr() for t in module.weight_code_tensors()}
-    held = {pointer: t.untyped_storage().nbytes() for pointer, t in storages.items() if pointer not in excluded}
+    held = [size for pointer, size in storages.items() if pointer not in excluded]
     del loss
-    return {"bytes": sum(held.values()), "tensors": len(held)}
+    return {"bytes": sum(held), "tensors": len(held)}

@@ -26,7 +26,7 @@ def linear_bytes_per_element(model: nn.Module, loss_fn: Callable[[], Tensor]) ->
         The quotient; 0.0 for a model without linears.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    held: dict[int, Tensor] = {}
+    held: dict[int, int] = {}  # sizes, not tensors: the graph holds `pack` below, and would then never be freed
     elements: list[int] = []
     with contextlib.ExitStack() as stack:
         for linear in linears:
@@ -35,20 +35,20 @@ def linear_bytes_per_element(model: nn.Module, loss_fn: Callable[[], Tensor]) ->
     for linear in linears:
         for codes in linear.weight_code_tensors() if isinstance(linear, QuantLinear) else ():
             held.pop(_place(codes), None)
-    total = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    total = sum(held.values())
     del loss  # not earlier: its graph keeps the storages apart
     return total / sum(elements) if elements else 0.0
 
 
 @contextlib.contextmanager
-def _watched(linear: nn.Linear, held: dict[int, Tensor], elements: list[int]) -> Iterator[None]:
+def _watched(linear: nn.Linear, held: dict[int, int], elements: list[int]) -> Iterator[None]:
     """Note what `linear` saves (`held`, by storage) and how much enters it (`elements`) in every forward inside."""
     inside = contextlib.ExitStack()
 
     def pack(tensor: Tensor) -> Tensor:
         if not _is_weight(tensor, linear.weight):
-            held[_place(tensor)] = tensor
-        return tensor
+            held[_place(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # an output that its own node holds, hooks and all, would be a cycle
 
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         elements.append(inputs[0].numel())
