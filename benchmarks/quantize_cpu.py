@@ -54,10 +54,8 @@ def install_peer() -> Path:
     if not python.exists():
         venv.create(PEER, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run(
-            [*pip, "torch==2.13.0", "numpy", "packaging", "ninja", "psutil", "wheel", "setuptools"], check=True
-        )
-        subprocess.run([*pip, "transformers==5.24.0"], check=True)
+        pinned = ["-c", str(ROOT / "constraints.txt"), "torch", "numpy", "transformers"]
+        subprocess.run([*pip, *pinned, "packaging", "ninja", "psutil", "wheel", "setuptools"], check=True)
         build = os.environ | {"SKIP_CUDA_BUILD": "1"}
         subprocess.run([*pip, "--no-build-isolation", "--no-deps", "fouroversix==1.0.5"], check=True, env=build)
     return python

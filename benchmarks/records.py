@@ -26,17 +26,25 @@ def device_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def commit() -> str | None:
+    """The commit that is checked out, "+changes" appended if files differ from it; None outside a checkout."""
+    head = _git("rev-parse", "HEAD")
+    return f"{head}+changes" if head and _git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return done.stdout.strip() or None
+
+
 def header(seed: int | list[int]) -> dict[str, Any]:
     """Device, driver, versions, commit, date and seed."""
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
     return {
         "device": device_name(),
         "driver": torch.version.cuda,
         "versions": {name: metadata.version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "commit": git.stdout.strip() or None,
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
     }

@@ -15,20 +15,24 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 
 
-def load(name: str) -> dict[str, Any]:
-    """One record."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def load(name: str) -> dict[str, Any] | None:
+    """One record; None before it was made."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def summary() -> dict[str, float]:
     """Every key of every record."""
     files = sorted(p for p in RESULTS.glob("*.json") if p.name != "summary.json")
-    return {row["key"]: row["median"] for path in files for row in json.loads(path.read_text())["rows"]}
+    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
+    return {row["key"]: row["median"] for row in rows if row["median"] is not None}  # None: a run diverged
 
 
 def speed_table() -> str:
     """CPU quantization against the peer."""
     record = load("quantize_cpu")
+    if record is None:
+        return "Not measured yet: `make bench`."
     lines = ["| work | quatrain, M elements/s | peer | ratio (range) |", "|---|---|---|---|"]
     for row in record["rows"]:
         lines.append(
@@ -41,20 +45,34 @@ def speed_table() -> str:
 def gap_table() -> str:
     """Loss gaps to BF16."""
     record = load("gaps")
+    if record is None:
+        return "Not measured yet: `make gaps`."
     lines = [
         "| recipe | gap to BF16, % (95 % interval) | each seed | saved bytes per activation element | MACs quantized |",
         "|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         name = row["key"].removeprefix("gap_").removesuffix("_percent").replace("_", "-")
-        half = row["interval_half_width"]
-        gap = f"{row['median']:+.2f}" + (f" ± {half:.2f}" if half is not None else " (one seed)")
-        gap += "" if row["resolved"] else ", not resolved"
-        seeds = ", ".join(f"{p:+.2f}" for p in row["per_seed"])
-        share = f"{row['quantized_mac_share']:.1%}"
-        lines.append(f"| `{name}` | {gap} | {seeds} | {row['saved_bytes_per_element']:.2f} | {share} |")
+        seeds = ", ".join(f"{p:+.2f}" for p in row["per_seed"]) or "-"
+        share, saved = shown(row["quantized_mac_share"], ".1%"), shown(row["saved_bytes_per_element"], ".2f")
+        lines.append(f"| `{name}` | {gap_cell(row)} | {seeds} | {saved} | {share} |")
     facts = f"{record['tokens']:,} tokens, seeds {record['seed']}, {record['device']}"
     return "\n".join([*lines, "", f"{facts}; [record](benchmarks/results/gaps.json)."])
+
+
+def gap_cell(row: dict[str, Any]) -> str:
+    """The gap with its interval, or why there is none."""
+    if row["median"] is None:
+        return f"a run diverged (seed {', '.join(map(str, row['diverged']))})"
+    half = row["interval_half_width"]
+    if half is None:
+        return f"{row['median']:+.2f} (one seed)"
+    return f"{row['median']:+.2f} ± {half:.2f}{'' if row['resolved'] else ', not resolved'}"
+
+
+def shown(value: float | None, form: str) -> str:
+    """A number, or a dash."""
+    return "-" if value is None else format(value, form)
 
 
 def filled(text: str) -> str:
@@ -77,8 +95,10 @@ def main() -> None:
     readme = filled(README.read_text())
     stored = RESULTS / "summary.json"
     if check:
-        same = stored.exists() and stored.read_text() == flat and README.read_text() == readme
+        known = stored.read_text() if stored.exists() else json.dumps({}, indent=1) + "\n"
+        same = known == flat and README.read_text() == readme
         sys.exit(0 if same else 1)
+    RESULTS.mkdir(exist_ok=True)
     stored.write_text(flat)
     README.write_text(readme)
 

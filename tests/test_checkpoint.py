@@ -189,15 +189,18 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path, name, damage):
 def test_a_value_changed_in_the_state_is_noticed(tmp_path):
     path = write(tmp_path, 1).folder / "state.json"
     path.write_text(path.read_text().replace('"at": 1', '"at": 2'))
-    with pytest.warns(RuntimeWarning, match="was changed"):
-        assert checkpoint.latest(tmp_path) is None
+    with pytest.warns(RuntimeWarning, match="was changed"), pytest.raises(ValueError, match="is whole; .*--restart"):
+        checkpoint.latest(tmp_path)
 
 
 def test_nothing_there(tmp_path):
     assert checkpoint.latest(tmp_path / "none") is None
     (tmp_path / "step-00000001").mkdir()
-    with pytest.warns(RuntimeWarning, match=r"state.json cannot be read"):
-        assert checkpoint.latest(tmp_path) is None
+    with (
+        pytest.warns(RuntimeWarning, match=r"state.json cannot be read"),
+        pytest.raises(ValueError, match="none of the 1 checkpoints in .* is whole; .*--restart"),
+    ):
+        checkpoint.latest(tmp_path)
 
 
 def test_a_newer_format_is_refused(tmp_path):

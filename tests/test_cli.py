@@ -1,13 +1,15 @@
 """The command: help with examples, exit codes, one clear line for each kind of bad input."""
 
 import json
+import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-from quatrain import cli
+from quatrain import cli, commands
 
 COMMANDS = ("train", "compare", "report", "recipe", "inspect", "doctor")
 
@@ -28,9 +30,17 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 
 
 def test_no_command_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys)
-    assert code == 2 and all(c in out for c in COMMANDS)
-    assert call(capsys, "trian")[0] == 2
+    code, out, err = call(capsys)
+    assert code == 2 and all(c in out for c in COMMANDS) and len(err.splitlines()) == 1
+    for bad in (
+        ("trian",),
+        ("train",),
+        ("compare", "bf16"),
+        ("train", ""),
+        ("compare", "bf16", "--run", "x", "--out", ""),
+    ):
+        code, out, err = call(capsys, *bad)
+        assert code == 2 and out == "" and len(err.splitlines()) == 1 and "--help" in err, err
     assert call(capsys, "--version")[1].startswith("quatrain 0.")
 
 
@@ -83,10 +93,123 @@ def test_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = call(capsys, "inspect", str(path))
     assert code == 0 and "F8_E4M3" in out and "4x32" in out
     path.write_bytes(path.read_bytes()[:50])
+    (tmp_path / "empty").mkdir()
     assert call(capsys, "inspect", str(path))[0] == 2
-    assert "no summary.json" in call(capsys, "inspect", str(tmp_path))[2]
+    assert "holds no run" in call(capsys, "inspect", str(tmp_path / "empty"))[2]
     (tmp_path / "summary.json").write_text(json.dumps({"recipe": "nvfp4", "snr": {"a": 1}}))
     assert "recipe: nvfp4" in call(capsys, "inspect", str(tmp_path))[1]
+
+
+def test_inspect_run_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from quatrain.train import compare, train
+    from tiny_run import make_run
+
+    run = make_run(tmp_path, "train.steps=2")
+    with pytest.raises(KeyboardInterrupt):
+        train(run, progress=False, stop=lambda: True)
+    code, out, _ = call(capsys, "inspect", run.out)
+    assert code == 0 and out.startswith("unfinished\n") and "checkpoints: step-00000001" in out and "last train" in out
+    code, out, _ = call(capsys, "inspect", f"{run.out}/checkpoints/step-00000001")
+    assert code == 0 and "model.safetensors" in out and "\noptimizer.safetensors\n" in out and "F32" in out
+    compare(run, ["bf16"], seeds=[1], out=tmp_path / "all", progress=False)
+    code, out, _ = call(capsys, "inspect", str(tmp_path / "all"))
+    assert code == 0 and out.splitlines()[1].startswith("bf16") and "bf16-seed1" in out
+    for name, text in (("summary.json", "[]"), ("comparison.json", "{}"), ("comparison.json", '{"recipes": [3]}')):
+        folder = tmp_path / name / str(len(text))
+        folder.mkdir(parents=True)
+        (folder / name).write_text(text)
+        code, out, err = call(capsys, "inspect", str(folder))
+        assert (code, out) == (2, "") and name in err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("x"), "internal error: KeyError: 'x'; please report it"),
+        (RecursionError("deep"), "internal error: RecursionError: deep"),
+        (TypeError("two\nlines"), "internal error: TypeError: two lines"),
+        (RuntimeError("shape"), "internal error: RuntimeError: shape"),
+        (MemoryError(), "out of memory: MemoryError; lower train.batch_size"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+    ],
+)
+def test_what_was_not_foreseen_is_one_line_too(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "doctor", fail)
+    code, out, err = call(capsys, "doctor")
+    assert (code, out) == (2, "") and err.startswith(f"quatrain: {message}") and len(err.splitlines()) == 1
+    code, out, err = call(capsys, "--traceback", "doctor")
+    assert code == 2 and "Traceback" in err and message in err
+
+
+def test_a_warning_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def warn(_: object) -> None:
+        warnings.simplefilter("always")
+        warnings.warn("checkpoint x is\npassed over", RuntimeWarning, stacklevel=1)
+
+    before = warnings.showwarning
+    monkeypatch.setattr(commands, "doctor", warn)
+    assert call(capsys, "doctor") == (0, "", "quatrain: warning: checkpoint x is passed over\n")
+    assert warnings.showwarning is before
+
+
+def test_ctrl_c_during_the_imports() -> None:
+    """torch is imported where Ctrl-C is taken care of already."""
+    code = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from quatrain.cli import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped\n")
+
+
+def test_a_run_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tiny_run import make_run
+
+    run = tmp_path / "run.toml"
+    run.write_text("# mine\n" + make_run(tmp_path, "train.steps=1").to_toml())
+    for out in (str(tmp_path), f"{tmp_path}/x/.."):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        for more in ((), ("--restart",)):
+            code, _, err = call(capsys, "train", str(run), "--quiet", "--set", f"out={out}", *more)
+            assert code == 2 and "the run file itself, which would be overwritten; choose another out" in err
+    assert run.read_text().startswith("# mine\n")
+    assert call(capsys, "train", str(run), "--quiet")[0] == 0
+    assert (
+        call(capsys, "train", str(tmp_path / "out" / "run.toml"), "--quiet")[0] == 0
+    )  # the run's own: nothing is lost
+
+
+def test_stderr_of_a_quiet_run_is_empty(tmp_path: Path) -> None:
+    """transformers recommends kernels of its own at each model; the table comes all the same."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(24):
+        (text / f"{i}.txt").write_text(f"document {i}: the quick brown fox jumps over {i * 7} dogs. " * 30)
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f'[model]\npreset = "tiny-hybrid"\n[data]\npath = "{text}"\nvocab_size = 300\nsequence_length = 32\n'
+        f'validation_fraction = 0.2\ncache = "{tmp_path}/cache"\n[train]\nsteps = 1\nbatch_size = 2\nthreads = 1\n'
+    )
+    command = [sys.executable, "-m", "quatrain", "compare", "bf16", "nvfp4", "--run", str(run), "--quiet"]
+    done = subprocess.run(
+        [*command, "--out", "~/x"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HOME": str(tmp_path)},
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nvfp4" in done.stdout and "One seed" in done.stdout and (tmp_path / "x" / "report.html").is_file()
 
 
 def test_doctor_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,8 +218,8 @@ def test_doctor_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    real = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda n: None if n == "plotly" else real(n))
+    real = commands.importlib.util.find_spec
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda n: None if n == "plotly" else real(n))
     for command in (("train", "x.toml"), ("compare", "bf16", "--run", "x.toml"), ("report", "x")):
         code, _, err = call(capsys, *command)
         assert code == 2 and "[train] extra" in err and "plotly" in err
@@ -122,9 +245,11 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     def stop(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_doctor", stop)
-    code, _, err = call(capsys, "doctor")
-    assert code == 130 and "resumes" in err
+    monkeypatch.setattr(commands, "doctor", stop)
+    monkeypatch.setattr(commands, "train", stop)
+    assert call(capsys, "doctor") == (130, "", "\nstopped\n")
+    assert call(capsys, "train", "x")[2] == "\nstopped; the same command resumes\n"
+    assert call(capsys, "train", "x", "--restart")[2] == "\nstopped; run again without --restart to resume\n"
 
 
 def test_train_compare_and_report_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

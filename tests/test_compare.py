@@ -1,33 +1,19 @@
+import io
 import json
 import math
 import shutil
-import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from quatrain.nn import NonFiniteError
-from quatrain.train import compare
-from quatrain.train.compare import Comparison, Gap, Row, paired_gap, t_quantile
+from quatrain.report import write_report
+from quatrain.train import compare, train
+from quatrain.train import comparison as compare_module
+from quatrain.train.comparison import Comparison, Gap, Row, paired_gap
+from quatrain.train.config import replace_in
 from tiny_run import QUANTIZED, history, make_run
-
-compare_module = sys.modules["quatrain.train.compare"]
-
-# R: qt(0.975, c(1:10, 29, 30, 120))
-QUANTILES = {
-    1: 12.7062047, 2: 4.3026527, 3: 3.1824463, 4: 2.7764451, 5: 2.5705818, 6: 2.4469119, 7: 2.3646243, 8: 2.3060041,
-    9: 2.2621572, 10: 2.2281389, 29: 2.0452296, 30: 2.0422725, 120: 1.9799304,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("freedom", "quantile"), QUANTILES.items())
-def test_t_quantile(freedom, quantile):
-    assert t_quantile(freedom) == pytest.approx(quantile, abs=1e-6)
-
-
-def test_t_quantile_of_another_level():
-    assert t_quantile(2, 0.9) == pytest.approx(2.9199856, abs=1e-6)
-    assert t_quantile(10**4) == pytest.approx(1.960201, abs=1e-5)
 
 
 def test_paired_gap():
@@ -72,8 +58,8 @@ def test_compare(run, tmp_path, capsys):
     assert second["gap"]["resolved"] == (abs(sum(percent) / 2) > second["gap"]["half_width"])
     assert {"fingerprint", "tokens_per_s", "quantized_mac_share", "saved_bytes_per_element"} <= set(third["runs"][0])
 
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("bf16", "tiny", "plain", "64 tokens", "2 seeds"))
+    assert capsys.readouterr().out == ""
+    assert all(word in text_of(found) for word in ("bf16", "tiny", "plain", "64 tokens", "2 seeds"))
 
 
 def test_runs_are_paired(run, tmp_path):
@@ -158,9 +144,101 @@ def test_a_recipe_that_diverges_does_not_end_the_comparison(run, tmp_path, monke
     assert found.to_json()["recipes"][1]["runs"][1] == {
         "folder": "tiny-seed5", "seed": 5, "error": "step 2: the loss is nan",
     }  # fmt: skip
-    assert "diverged, seed 5" in text_of(found)
+    assert "Diverged: tiny, seed 5." in " ".join(text_of(found).split())
 
 
 def test_table_of_one_seed(tmp_path):
     text = text_of(rows_of(tmp_path, None, Gap((1.0,), 1.0, None)))
     assert "+1.00" in text and "One seed" in " ".join(text.split())
+
+
+def test_the_table_fits_80_columns_and_takes_names_as_they_are(tmp_path):
+    figures = {
+        "seed": 1, "val_loss": 13.5, "val_loss_bf16": 13.4, "tokens_per_s": 1234567.5, "saved_bytes_per_element": 0.61,
+        "quantized_mac_share": 0.85,
+    }  # fmt: skip
+    long = "a-recipe-with-a-rather-long-name-of-49-characters"
+    rows = (
+        Row("a[/b]", (), (figures,), None),
+        Row(long, (), (figures,), Gap((1.0, 2.0), -11.5, 10.25)),
+        Row("lost", (), ({"seed": 1, "error": "x"}, {"seed": 12, "error": "x"}), None),
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(Comparison(tmp_path, (1, 12), 1000, rows).table())
+    text = console.export_text()
+    for figure in ("13.5000", "13.4000", "1,234,568", "-11.50 ± 10.25", "85%", "a[/b]", "diverged"):
+        assert figure in text
+    assert "Diverged: lost, seed 1, 12." in " ".join(text.split())
+    cells = "".join(line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│"))
+    assert long in cells
+
+
+def test_a_diverged_run_is_not_trained_again(run, tmp_path, monkeypatch):
+    hot = replace_in(run, optimizer__lr=1e38, schedule__warmup=0)
+    recipes = ["bf16", str(tmp_path / "tiny.toml")]
+    found = compare(hot, recipes, seeds=[3], out=tmp_path / "all", progress=False)
+    assert [row.diverged for row in found.rows] == [(3,), (3,)]
+    page = write_report(found.folders, tmp_path / "report.html").read_text()
+    assert "diverged, step 1: " in page and ">diverged</span>" in page and "1 of 2 runs unfinished" not in page
+
+    real, calls = compare_module.train, []
+    monkeypatch.setattr(compare_module, "train", lambda run, **more: (calls.append(run), real(run, **more))[1])
+    again = compare(hot, recipes, seeds=[3], out=tmp_path / "all", progress=False)
+    assert calls == [] and again.to_json() == found.to_json()
+    compare(hot, recipes, seeds=[3], out=tmp_path / "all", progress=False, restart=True)
+    assert len(calls) == 2
+
+
+def test_recipes_are_read_once(run, tmp_path, monkeypatch):
+    path = tmp_path / "mine.toml"
+    path.write_text((tmp_path / "tiny.toml").read_text())
+    real = compare_module.train
+
+    def train(config, **more):
+        path.write_text("name = 'other'")
+        return real(config, **more)
+
+    monkeypatch.setattr(compare_module, "train", train)
+    found = compare(run, ["bf16", str(path)], seeds=[1, 2], out=tmp_path / "all", progress=False)
+    assert {summary["recipe"] for summary in found.rows[1].runs} == {"tiny"}
+    assert all("fprop.input" in summary["recipe_toml"] for summary in found.rows[1].runs)
+
+
+LATE = '\n[[phase]]\nat = 1.0\nbf16 = "both"\n'
+KEEP = '\n[linear.keep]\nnames = ["no.such.*"]\n'
+
+
+@pytest.mark.parametrize(("more", "words"), [(LATE, "fraction of the run in"), (KEEP, "matches no linear")])
+def test_a_recipe_that_does_not_fit_is_refused_before_the_first_run(run, tmp_path, more, words):
+    (tmp_path / "odd.toml").write_text((tmp_path / "tiny.toml").read_text() + more)
+    with pytest.raises(ValueError, match=words):
+        compare(run, ["bf16", str(tmp_path / "odd.toml")], seeds=[1], out=tmp_path / "all", progress=False)
+    assert not (tmp_path / "all").exists()
+
+
+def test_another_run_in_a_later_folder_is_refused_before_the_first_run(run, tmp_path):
+    plain = str(tmp_path / "plain.toml")
+    train(replace_in(run, out=str(tmp_path / "all" / "plain-seed1"), optimizer__lr=0.5), recipe=plain, progress=False)
+    with pytest.raises(ValueError, match="plain-seed1 holds another run; it differs in .*optimizer.lr"):
+        compare(run, ["bf16", plain], seeds=[1], out=tmp_path / "all", progress=False)
+    assert not (tmp_path / "all" / "bf16-seed1").exists()
+
+
+def test_out_is_a_run_itself(run, tmp_path):
+    train(run, progress=False)
+    with pytest.raises(ValueError, match="is the folder of a run itself; choose another out"):
+        compare(run, ["bf16"], seeds=[1], out=Path(run.out), progress=False)
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "a[/b]", "", ".hidden", "a b"])
+def test_a_name_that_makes_no_folder(run, tmp_path, name):
+    (tmp_path / "odd.toml").write_text(QUANTIZED.replace('"tiny"', json.dumps(name)))
+    with pytest.raises(ValueError, match="a recipe's name becomes a folder"):
+        compare(run, [str(tmp_path / "odd.toml")], seeds=[1], out=tmp_path / "all", progress=False)
+    assert not (tmp_path / "all").exists()
+
+
+def test_out_in_the_home_folder(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    found = compare(run, ["bf16"], seeds=[1], out=Path("~/x"), progress=False)
+    assert found.out == tmp_path / "home" / "x" and (found.out / "comparison.json").is_file()

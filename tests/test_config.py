@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from quatrain.train import RunConfig, load_run
+from quatrain.recipe import load_recipe
+from quatrain.train import RunConfig, load_run, train
 from quatrain.train.config import PhaseConfig, StepConfig, replace_in
+from quatrain.train.parts import rehearse
 
 MINIMAL = '[model]\npreset = "tiny-llama"\n[train]\nsteps = 100\n'
 
@@ -102,6 +104,14 @@ def test_everything_is_read():
         ("[optimizer]\nname = 'sgd'", ["optimizer.name", "adamw", "sgd"]),
         ("batch_size = 0", ["train.batch_size must be at least 1"]),
         ("seed = -1", ["train.seed"]),
+        ("seed = 18446744073709551616", ["train.seed must lie from 0 to 2^63 - 1", "18446744073709551616"]),
+        ("threads = 100000", ["train.threads must lie from 1 to 1024", "100000"]),
+        ("threads = -1", ["train.threads"]),
+        ("batch_size = 10_000_000_000", ["train.batch_size x data.sequence_length", "2^31"]),
+        ("device = 'cuda:²'", ["train.device", "cuda:²"]),
+        ("device = 'cuda:99999999999999999999'", ["train.device"]),
+        ("[data]\nvocab_size = 10_000_000_000", ["data.vocab_size", "2^31"]),
+        ("x = " + "[" * 5000, ["not valid TOML"]),
         ("dtype = 'fp16'", ["train.dtype", "bfloat16, float32", "fp16"]),
         ("device = 'gpu'", ["train.device", "gpu"]),
         ("[schedule]\nwarmup = 1.0", ["schedule.warmup", "1.0"]),
@@ -209,3 +219,34 @@ def test_replace_in():
     run = replace_in(load_run(MINIMAL), out="b", train__seed=9)
     assert isinstance(run, RunConfig)
     assert (run.out, run.train.seed, run.train.steps) == ("b", 9, 100)
+
+
+def test_out_must_not_be_empty():
+    for text in ("", "  "):
+        with pytest.raises(ValueError, match="out must name a folder; got"):
+            load_run(f'out = "{text}"\n' + MINIMAL)
+
+
+def test_an_override_nested_too_deeply():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        load_run(MINIMAL, ["train.seed=" + "[" * 5000])
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
+    (tmp_path / "run.toml").write_text("\ufeff" + MINIMAL, encoding="utf-8")
+    assert load_run(tmp_path / "run.toml") == load_run(MINIMAL)
+
+
+@pytest.mark.parametrize("key", ["out", "data.cache", "data.path", "data.tokenizer", "model.path", "the run file"])
+def test_a_home_folder_that_does_not_exist(tmp_path: Path, key: str):
+    lost = "~no-such-user/x"
+    with pytest.raises(ValueError, match=f"{key} = '{lost}' begins with a home folder that cannot be found"):
+        if key == "the run file":
+            load_run(lost)
+        else:
+            (tmp_path / "docs.txt").write_text("text")
+            base = [f"out={tmp_path / 'out'}", f"data.cache={tmp_path}", f"data.path={tmp_path / 'docs.txt'}"]
+            run = load_run(MINIMAL, [*base, f"{key}={lost}"])
+            if key == "model.path":
+                rehearse(run, load_recipe("bf16"))
+            train(run, progress=False)

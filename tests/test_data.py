@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from quatrain.data import Corpus, DataConfig, prepare
 from quatrain.data import corpus as corpus_module
+from quatrain.data import tokens as tokens_module
 from quatrain.data.sources import find, read
 from quatrain.data.tokens import open_tokens, permute
 
@@ -520,3 +522,96 @@ def test_a_bad_step(tmp_path, jsonl):
             ValueError, match=f"step >= 0 and batch_size >= 1; received step {step}, batch_size {size}; c"
         ):
             train.batch(step, size)
+
+
+def test_a_changed_token_is_noticed(tmp_path, jsonl, monkeypatch):
+    first = prepare(config(tmp_path, jsonl))
+    path = next((tmp_path / "cache").glob("tokens-*-train.bin"))
+    raw = path.read_bytes()
+    for limit in (tokens_module.WHOLE_BYTES, 0):  # 0: as if it were too large to be looked at as a whole
+        monkeypatch.setattr(tokens_module, "WHOLE_BYTES", limit)
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        assert prepare(config(tmp_path, jsonl)).fingerprint == first.fingerprint
+        assert path.read_bytes() == raw
+
+
+def test_a_token_file_without_a_sample_is_taken(tmp_path, jsonl, monkeypatch):
+    prepare(config(tmp_path, jsonl))
+    stamps = {}
+    for path in (tmp_path / "cache").glob("tokens-*.bin"):
+        raw = path.read_bytes()
+        header = json.loads(raw[:1024])
+        del header["sample"]
+        path.write_bytes(json.dumps(header).encode().ljust(1023) + b"\n" + raw[1024:])
+        stamps[path] = path.stat().st_mtime_ns
+    for limit in (tokens_module.WHOLE_BYTES, 0):
+        monkeypatch.setattr(tokens_module, "WHOLE_BYTES", limit)
+        prepare(config(tmp_path, jsonl))
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+
+
+def test_a_filled_cache_may_be_read_only(tmp_path, jsonl, monkeypatch):
+    first = prepare(config(tmp_path, jsonl))
+    real = Path.open
+
+    def reading(self, mode="r", *rest, **more):
+        if "r" not in mode:
+            raise OSError(30, "Read-only file system", str(self))
+        return real(self, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", reading)
+    assert prepare(config(tmp_path, jsonl)).fingerprint == first.fingerprint
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    (tmp_path / "text" / "inner").mkdir(parents=True)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "far.txt").write_text("far")
+    (tmp_path / "text" / "inner" / "near.txt").write_text("near")
+    (tmp_path / "text" / "link").symlink_to(tmp_path / "far")
+    (tmp_path / "text" / "twice").symlink_to(tmp_path / "far")
+    (tmp_path / "text" / "inner" / "circle").symlink_to(tmp_path / "text")
+    found = find(DataConfig(path=str(tmp_path / "text")))
+    assert sorted(file.name for file in found.files) == ["inner/near.txt", "link/far.txt"]
+
+
+@pytest.mark.parametrize("closed", ["closed", "text"])  # a folder inside, the folder itself
+def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch, closed):
+    (tmp_path / "text" / "closed").mkdir(parents=True)
+    (tmp_path / "text" / "a.txt").write_text("text")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ValueError, match=f"must be readable; received '.*{closed}': Permission denied; change"):
+        find(DataConfig(path=str(tmp_path / "text")))
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, '{"text": ' + "1" * 5000 + "}"], ids=["nested", "digits"])
+def test_json_that_python_cannot_hold(tmp_path, value):
+    (tmp_path / "docs.jsonl").write_text(value + "\n")
+    with pytest.raises(ValueError, match=r"received broken JSON \(.*\) at '.*docs.jsonl', line 1; correct"):
+        prepare(config(tmp_path, tmp_path / "docs.jsonl"))
+
+
+def test_odd_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "docs.parquet"
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
+    with pytest.raises(ValueError, match="docs.parquet' with 2 columns called 'text'; set text_key"):
+        prepare(config(tmp_path, path))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [["a"]]}), path)
+    with pytest.raises(ValueError, match="names a column of text; received list"):
+        prepare(config(tmp_path, path))
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["a", "b"]).dictionary_encode()}), path)
+    assert [document.text for document in read(find(DataConfig(path=str(path))))] == ["a", "b"]
+    raw = pyarrow.array([b"fine", b"\xff"], type=pyarrow.binary())
+    pyarrow.parquet.write_table(pyarrow.table({"text": raw.view(pyarrow.string())}), path)
+    with pytest.raises(ValueError, match=r"text is UTF-8; received byte 0xff in '.*docs.parquet', row 2"):
+        list(read(find(DataConfig(path=str(path)))))

@@ -7,9 +7,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "quatrain"
 LAYERS = {
-    "formats": 1, "kernels": 2, "nn": 3, "optim": 3, "recipe": 4, "telemetry": 4, "models": 4, "data": 4,
-    "checkpoint": 4, "train": 5, "ptq": 5, "export": 5, "evaluate": 5, "plan": 5, "report": 5, "integrations": 5,
-    "cli": 6, "__main__": 7, "__init__": 5,
+    "files": 1, "statistics": 1, "toml": 1, "formats": 1, "kernels": 2, "nn": 3, "optim": 3, "recipe": 4,
+    "telemetry": 4, "models": 4, "data": 4, "checkpoint": 4, "train": 5, "ptq": 5, "export": 5, "evaluate": 5,
+    "plan": 5, "report": 5, "integrations": 5, "commands": 6, "cli": 7, "__main__": 8, "__init__": 5,
 }  # fmt: skip
 CORE = ("formats", "kernels", "nn", "optim", "recipe", "telemetry", "__init__")
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "quatrain"}
@@ -72,10 +72,10 @@ def test_the_layering_test_can_fail(tmp_path: Path) -> None:
 
 
 def test_house_rules() -> None:
-    """No assert, no environment variable, no unpickling, files of at most 450 lines."""
+    """No assert, no environment variable, no unpickling, files of at most 400 lines."""
     for path in modules():
         text = path.read_text()
-        assert len(text.splitlines()) <= 450, path
+        assert len(text.splitlines()) <= 400, path
         for node in ast.walk(ast.parse(text)):
             assert not isinstance(node, ast.Assert), f"{path}: assert"
             if isinstance(node, ast.Attribute):

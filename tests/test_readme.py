@@ -17,7 +17,7 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.S)
+    return [body for name, body in re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, flags=re.S | re.M) if name == language]
 
 
 def test_the_python_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_fingerprint_is_of_the_resolved_numbers() -> None:
         ("[linear.keep]\nhead = 1", "keep.head must be a bool"),
         ("[linear.keep]\nnames = 'x'", "list of patterns"),
         ("[[phase]]\nbf16 = 'forward'", "phase.at must be a fraction"),
-        ("[[phase]]\nat = 2.0", r"in \[0, 1\], received 2.0"),
+        ("[[phase]]\nat = 2.0", r"in \[0, 1\), received 2.0"),
         ("[[phase]]\nat = 0.5\nbf16 = 'backward'", '"forward" or "both"'),
         ("[[phase]]\nat = { step = 5 }", "put it in the run file"),
         ("[[phase]]\nat = 0.5\nto = 1", r"unknown key 'to' in \[\[phase\]\]"),
@@ -107,6 +107,19 @@ def test_names_and_paths() -> None:
         qt.load_recipe("nvfp5")
     with pytest.raises(FileNotFoundError, match="no recipe file"):
         qt.load_recipe("missing.toml")
+
+
+def test_files_of_other_editors(tmp_path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + qt.load_recipe("nvfp4").to_toml().encode())
+    assert qt.load_recipe(path) == qt.load_recipe("nvfp4")
+    path.write_bytes(b'name = "\xff"')
+    with pytest.raises(ValueError, match="must be UTF-8 text"):
+        qt.load_recipe(path)
+    with pytest.raises(ValueError, match="must be TOML"):
+        qt.load_recipe("x = " + "[" * 5000)
+    with pytest.raises(ValueError, match=r"\[\[phase\]\] tables"):
+        qt.load_recipe("phase = 3")
 
 
 def test_phases() -> None:

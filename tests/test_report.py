@@ -11,10 +11,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from quatrain.files import signed
 from quatrain.report import find_runs, summarise, write_report
 from quatrain.report.collect import read_run
 from quatrain.report.figures import DARK, LIGHT, smooth, snr_figure
-from quatrain.report.gaps import group_runs, t_interval
+from quatrain.report.gaps import group_runs
 from quatrain.report.snr import OPERANDS, natural, short_names
 
 # ---------------------------------------------------------------------------------------------------- fake run folders
@@ -279,7 +280,7 @@ def test_gap_is_the_mean_of_paired_gaps(tmp_path):
     base, row = summarise(folders)
     assert base["recipe"] == "bf16" and base["gap_percent"] is None and base["val_loss"] == 4.5
     assert row["gap_percent"] == pytest.approx(2.0)  # 1 % and 3 %
-    half = 12.706 * math.sqrt(2) / math.sqrt(2)
+    half = 12.7062047 * math.sqrt(2) / math.sqrt(2)
     assert row["gap_interval"] == pytest.approx((2.0 - half, 2.0 + half))
     assert row["resolved"] is False and row["gap_seeds"] == (0, 1)
     flipped = summarise(folders, baseline="nvfp4")
@@ -308,6 +309,50 @@ def test_a_diverged_seed_is_not_averaged_away(tmp_path):
     assert "NaN" not in re.sub(r"<script>/\*\*.*?</script>", "", page.source, flags=re.DOTALL)
 
 
+def end_in(folder, text):
+    (folder / "summary.json").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "diverged", "step": 60, "error": text}) + "\n")
+
+
+def test_a_recorded_divergence_is_shown(tmp_path):
+    folders = [fake_run(tmp_path, name, seed) for name in ("bf16", "nvfp4", "fp8") for seed in (0, 1)]
+    end_in(folders[3], "step 60: the loss is <nan>")
+    rows = summarise(folders)
+    assert rows[1]["diverged"] == (1,) and rows[1]["val_loss"] is None and rows[1]["gap_percent"] is None
+    assert rows[1]["unfinished"] == () and rows[2]["gap_percent"] is not None
+    page = Page(write_report(folders, tmp_path / "page.html"))
+    assert "diverged, step 60: the loss is <nan>" in page.text and "seed 1 diverged" in page.text
+    assert "unfinished" not in page.text and "ended early" not in page.text
+
+    end_in(folders[0], "lost")  # the reference
+    assert [row["gap_percent"] for row in summarise(folders)] == [None, None, None]
+    assert "the reference diverged" in Page(write_report(folders, tmp_path / "page.html")).text
+
+
+def test_a_run_taken_up_after_a_divergence_is_whole(tmp_path):
+    folder = fake_run(tmp_path, "nvfp4")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines.insert(20, json.dumps({"kind": "diverged", "step": 15, "error": "lost"}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert not read_run(folder).diverged
+
+
+def test_signed_and_unsigned_recipes_are_one(tmp_path):
+    folders = [fake_run(tmp_path, "nvfp4"), fake_run(tmp_path, "nvfp4", 1, steps=50, finished=False)]
+    (folders[1] / "recipe.toml").write_text(signed((folders[1] / "recipe.toml").read_text()))
+    assert [row["seeds"] for row in summarise(folders)] == [(0, 1)]
+
+
+def test_nesting_that_python_cannot_hold(tmp_path):
+    folder = fake_run(tmp_path, "nvfp4")
+    (folder / "summary.json").write_text("[" * 100_000)
+    (folder / "run.toml").write_text("x = " + "[" * 5000)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert len(read_run(folder).notes) == 3
+
+
 def test_two_recipes_of_one_name_stay_apart(tmp_path):
     folders = [fake_run(tmp_path / "a", "nvfp4"), fake_run(tmp_path / "b", "nvfp4", 1)]
     text = recipe_toml("nvfp4").replace("0.15", "0.25")
@@ -324,21 +369,6 @@ def test_two_recipes_of_one_name_stay_apart(tmp_path):
 def test_settings_that_differ_are_named(tmp_path):
     folders = [fake_run(tmp_path, "bf16"), fake_run(tmp_path, "nvfp4", clip=0.5)]
     assert "Runs differ in train.clip (not set and 0.5)" in Page(write_report(folders, tmp_path / "page.html")).text
-
-
-@pytest.mark.parametrize(
-    ("n", "quantile"), [(2, 12.706), (3, 4.303), (8, 2.365), (31, 2.042), (41, 2.021), (500, 1.980)]
-)
-def test_t_interval(n, quantile):
-    values = [float(i % 5) for i in range(n)]
-    mean = sum(values) / n
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    half = quantile * deviation / n**0.5
-    assert t_interval(values) == pytest.approx((mean - half, mean + half))
-
-
-def test_t_interval_needs_two_values():
-    assert t_interval([1.0]) is None
 
 
 # ---------------------------------------------------------------------------------------------- unfinished and damaged
@@ -437,8 +467,14 @@ def test_refusals_say_rule_received_and_remedy(tmp_path):
 def test_find_runs(runs, tmp_path):
     assert find_runs(runs[0]) == [runs[0]]
     assert find_runs(runs[0].parent) == sorted(runs)
+    both = fake_run(tmp_path / "deep", "bf16", 7)
+    inner = fake_run(both, "nvfp4", 7)
+    assert find_runs(both) == [both, inner]
+    (tmp_path / "deep" / "run.toml").write_text("")  # the user's own run file, beside the runs
+    assert find_runs(tmp_path / "deep") == [both]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds none"):
-        find_runs(tmp_path)
+        find_runs(tmp_path / "empty")
     with pytest.raises(FileNotFoundError, match="must exist"):
         find_runs(tmp_path / "nowhere")
 

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import shutil
@@ -8,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quatrain import checkpoint
+from quatrain.files import unsigned
 from quatrain.nn import NonFiniteError
 from quatrain.recipe import Phase, load_recipe
 from quatrain.train import RunConfig, Trainer, load_run, train
 from quatrain.train import loop as loop_module
 from quatrain.train.config import OptimizerConfig, replace_in
-from quatrain.train.loop import make_optimizer
+from quatrain.train.optimizer import make_optimizer
 from quatrain.train.parts import Parts, assemble
 from quatrain.train.progress import Display
 from quatrain.train.records import Metrics
@@ -128,7 +131,7 @@ def test_summary(base):
     assert (summary["threads"], summary["dtype"], summary["device"]) == (1, "float32", "cpu")
     assert summary["quantized_mac_share"] == 1.0
     assert len(summary["converted"]) == 14 and set(summary["snr"]) == set(summary["converted"])
-    assert summary["recipe_toml"] == (Path(base.out) / "recipe.toml").read_text()
+    assert summary["recipe_toml"] == unsigned((Path(base.out) / "recipe.toml").read_text())
     assert summary["parameters"] == sum(
         t.numel() for t in AutoModelForCausalLM.from_pretrained(last(base)).parameters()
     )
@@ -248,6 +251,16 @@ def test_weight_decay_is_for_matrices():
     assert groups[0.0] == {"in_proj.bias", "conv1d.bias", "norm.weight", "norm.bias", "A_log", "D", "dt_bias"}
 
 
+def test_a_name_is_no_markup(capsys):
+    with Display("a[/b]", 3) as display:
+        display.update(1, loss=1.0, rate=1.0, tokens_per_s=1.0, log=True)
+    assert "a[/b]  step 1/3" in capsys.readouterr().err
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with Display("a[/b]", 3, console=console):
+        pass
+    assert "a[/b]" in console.file.getvalue()
+
+
 def test_lines_without_a_terminal(base, tmp_path, capfd):
     train(elsewhere(base, tmp_path / "a"), progress=True)
     lines = capfd.readouterr()
@@ -281,13 +294,14 @@ def test_stop_at_the_last_step_still_stops(base, tmp_path):
     same_run(run, base)
 
 
-def test_ctrl_c_saves(base, tmp_path, capfd):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves(base, tmp_path, capfd, number):
     run = elsewhere(base, tmp_path / "run")
     calls = iter(range(1, 10))
 
     def press() -> bool:
         if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return False
 
     with pytest.raises(KeyboardInterrupt):

@@ -6,10 +6,14 @@ Recipes are short tables of data; the same bits come out on every backend.
     report = qt.apply(model, "nvfp4")
 """
 
-from quatrain.formats import Hadamard, QTensor, QuantSpec
-from quatrain.kernels import matmul, quantize
-from quatrain.nn import NonFiniteError, check_finite, drop_weight_codes, rng_state, set_precision, set_rng_state
-from quatrain.recipe import Recipe, apply, load_recipe, recipe_names
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quatrain.formats import Hadamard, QTensor, QuantSpec
+    from quatrain.kernels import matmul, quantize
+    from quatrain.nn import NonFiniteError, check_finite, drop_weight_codes, rng_state, set_precision, set_rng_state
+    from quatrain.recipe import Recipe, apply, load_recipe, recipe_names
 
 __version__ = "0.1.0"
 
@@ -30,3 +34,21 @@ __all__ = [
     "set_precision",
     "set_rng_state",
 ]
+
+_PARTS = ("formats", "kernels", "nn", "recipe")
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first asked for: torch is slow, and the command handles Ctrl-C first."""
+    if name in _PARTS:
+        return importlib.import_module(f"quatrain.{name}")
+    for part in _PARTS if name in __all__ else ():
+        found = getattr(importlib.import_module(f"quatrain.{part}"), name, None)
+        if found is not None:
+            return globals().setdefault(name, found)
+    raise AttributeError(f"module 'quatrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names too."""
+    return sorted({*globals(), *__all__})

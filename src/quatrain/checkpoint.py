@@ -16,6 +16,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from quatrain.files import sync_folder
 from quatrain.nn import rng_state, set_rng_state
 
 FORMAT = 1
@@ -86,12 +88,13 @@ def save(
         OSError: the disk is full or the folder cannot be written; earlier checkpoints are as they were.
         ValueError: a name or a tensor that a checkpoint cannot hold.
     """
-    event = on_event or _ignore
+    event = on_event or (lambda _: None)
     temporary = root / f".tmp-{step:08d}-{os.getpid()}"
-    try:
+    with _removed_on_error(temporary, step):
         event("before-temporary")
         root.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(root)
+        for leftover in root.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
         writer = _Writer(temporary, event)
         writer.write(MODEL, *_safetensors(_model_tensors(model), {"format": "pt"}))
@@ -102,27 +105,26 @@ def save(
         writer.write(STATE, len(manifest), [manifest])
         target = _publish(temporary, root, step, event)
         _prune(root, step, keep)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(
-            error.errno,
-            f"the checkpoint of step {step} could not be written to {root} ({error.strerror or error}); "
-            "earlier checkpoints are as they were; free space or choose another folder, then run again",
-        ) from error
     return Checkpoint(target, step, dict(state))
 
 
 def latest(root: Path) -> Checkpoint | None:
-    """The newest whole checkpoint under `root`, or None; a broken one is passed over with a warning.
+    """The newest whole checkpoint under `root`, None where there is none at all; a broken one gives a warning.
 
     Raises:
-        ValueError: the newest checkpoint was written by a newer version of this library.
+        ValueError: there are checkpoints and all are broken, or the newest is of a newer version of this library.
     """
-    for folder in sorted(_steps(root), key=_step_of, reverse=True):
+    folders = sorted(_steps(root), key=_step_of, reverse=True)
+    for folder in folders:
         try:
             return read(folder)
         except _BrokenError as error:
             warnings.warn(f"checkpoint {folder} is passed over: {error}", RuntimeWarning, stacklevel=2)
+    if folders:
+        raise ValueError(
+            f"none of the {len(folders)} checkpoints in {root} is whole; put one back from a copy, or begin anew with "
+            "--restart, which removes them"
+        )
     return None
 
 
@@ -178,6 +180,20 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 class _BrokenError(ValueError):
     """A checkpoint that is not whole."""
+
+
+@contextmanager
+def _removed_on_error(temporary: Path, step: int) -> Iterator[None]:
+    """Remove `temporary` where the disk fails, and say what became of the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(
+            error.errno,
+            f"the checkpoint of step {step} could not be written to {temporary.parent} ({error.strerror or error}); "
+            "earlier checkpoints are as they were; free space or choose another folder, then run again",
+        ) from error
 
 
 class _Writer:
@@ -328,7 +344,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
 
 def _state_json(step: int, state: Mapping[str, Any], files: Mapping[str, Any]) -> bytes:
     body = {"format": FORMAT, "step": step, "torch": torch.__version__, "files": dict(files), "state": dict(state)}
-    body = json.loads(json.dumps(body))  # what a reader will see: string keys, lists for tuples
+    body = json.loads(json.dumps(body, allow_nan=False))  # what a reader will see: string keys, lists for tuples
     return json.dumps(body | {"sha256": _digest(body)}, indent=1).encode()
 
 
@@ -339,7 +355,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
         body = json.loads((folder / STATE).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _BrokenError(f"{STATE} cannot be read ({error}); take an earlier checkpoint") from error
     version = body.get("format") if isinstance(body, dict) else None
     if isinstance(version, int) and version > FORMAT:
@@ -362,13 +378,13 @@ def _step_of(folder: Path) -> int:
 def _publish(temporary: Path, root: Path, step: int, event: Callable[[str], None]) -> Path:
     """Make the written folder appear under its name, in one rename."""
     target = root / f"step-{step:08d}"
-    _sync_folder(temporary)
+    sync_folder(temporary)
     event("before-rename")
     if target.exists():  # a broken one, which `latest` passed over
         target.rename(root / f".tmp-replaced-{step:08d}-{os.getpid()}")
     temporary.rename(target)
     event("after-rename")
-    _sync_folder(root)
+    sync_folder(root)
     return target
 
 
@@ -379,20 +395,3 @@ def _prune(root: Path, step: int, keep: int) -> None:
         hidden = root / f".tmp-pruned-{folder.name}-{os.getpid()}"
         folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove_leftovers(root: Path) -> None:
-    for folder in root.glob(".tmp-*"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _ignore(_event: str) -> None:
-    return None

@@ -38,6 +38,8 @@ class DataConfig:
             value = getattr(self, name)
             if not _is_whole(value) or value < 1:
                 raise ValueError(f"data.{name} is a whole number of at least 1; received {value!r}; raise it")
+            if value >= 1 << 31:
+                raise ValueError(f"data.{name} is under 2^31; received {value!r}; lower it")
         if self.tokenizer == "bpe" and self.vocab_size < SMALLEST_BPE:
             raise ValueError(
                 f"data.vocab_size of a byte-level BPE is at least {SMALLEST_BPE} (256 bytes and the end of a document);"

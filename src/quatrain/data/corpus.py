@@ -9,10 +9,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from quatrain.data.config import DataConfig
-from quatrain.data.files import make_folder, temporary_beside
 from quatrain.data.sources import Document, Source, find, read
 from quatrain.data.tokenizer import DocumentTokenizer, load_bpe, load_path, save, train_bpe
 from quatrain.data.tokens import TokenStream, TokenWriter, open_tokens
+from quatrain.files import expand, temporary_beside
 
 VERSION = 1  # of how documents become tokens; raising it makes old caches unused
 PIECE = 1_000_000  # characters tokenised at once; longer documents are cut after a line
@@ -55,7 +55,8 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     """The corpus that `config` describes, made once and then taken from `config.cache`.
 
     A cached tokenizer or token file is used when names, sizes and times of change of the input and all settings are
-    the same and the file is whole; a damaged one is made again. Files appear whole or not at all, so a killed process
+    the same and the file is whole; a damaged one is made again. Only what is missing is written, so a filled cache may
+    be read-only. Files appear whole or not at all, so a killed process
     or two at once do no harm. Nothing is fetched.
 
     progress: called with ("tokenizer" | "tokens", share done from 0 to 1) while something is made.
@@ -64,8 +65,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     fewer documents than two sides need and for a side shorter than one sequence.
     """
     source = find(config)
-    cache = Path(config.cache).expanduser()
-    make_folder(cache)
+    cache = expand(config.cache, "data.cache")
     report = progress or _silent
     tokenizer = _tokenizer(config, source, cache, report)
     key = _key(source.fingerprint(), config.validation_fraction, tokenizer.to_json(), tokenizer.end)
@@ -102,6 +102,7 @@ def _tokenizer(config: DataConfig, source: Source, cache: Path, report: Progress
     path = cache / f"bpe-{key[:16]}.json"
     tokenizer = load_bpe(path)
     if tokenizer is None:
+        _make_folder(cache)
         report("tokenizer", 0.0)
         tokenizer = train_bpe(_training_texts(config, source, report), config.vocab_size)
         save(tokenizer, path)
@@ -120,6 +121,7 @@ def _tokenise(
     config: DataConfig, source: Source, tokenizer: DocumentTokenizer, paths: list[Path], key: str, report: Progress
 ) -> None:
     """Write both token files, then move them into place one after the other."""
+    _make_folder(paths[0].parent)
     report("tokens", 0.0)
     with temporary_beside(paths[0]) as train, temporary_beside(paths[1]) as val:
         writers = [TokenWriter(file, tokenizer.size) for file in (train, val)]
@@ -176,6 +178,19 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the cache and its parents; ValueError when that is impossible or it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary_beside(folder / "probe"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"data.cache is a folder that can be written to; received {str(folder)!r}: {error.strerror}; "
+            "set data.cache to another folder"
+        ) from error
 
 
 def _key(*parts: object) -> str:

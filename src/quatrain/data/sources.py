@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from quatrain.data.config import DataConfig
+from quatrain.files import expand
 
 SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".txt.gz", ".txt.xz", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
@@ -64,15 +65,16 @@ class Source:
 def find(config: DataConfig) -> Source:
     """The files that `config.path` means, in the order of the hash of their names (so a cap takes a fair sample).
 
-    Raises FileNotFoundError for a missing path; ValueError for an unknown kind of file and an empty file or folder.
+    Raises FileNotFoundError for a missing path; ValueError for an unknown kind of file, an empty file or folder and a
+    folder that cannot be read.
     """
     if config.path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = [_source_file(path, root, ".py") for path in _walk(root) if path.suffix == ".py"]
+        files = [_source_file(path, root, ".py") for path in _walk(root, follow=False) if path.suffix == ".py"]
         remedy = "this Python has no library source on disk; give a file or folder of text as data.path"
     else:
-        root = Path(config.path).expanduser()
-        if not root.exists():
+        root = expand(config.path, "data.path")
+        if not os.path.lexists(root):  # noqa: PTH110 (Path.exists raises where a folder above cannot be entered)
             raise FileNotFoundError(
                 f'data.path is "stdlib", a file or a folder; received {config.path!r}, which does not exist; '
                 "correct the path"
@@ -136,11 +138,28 @@ def _files_under(root: Path, received: str) -> list[SourceFile]:
     return [_source_file(path, root, kind) for path in _walk(root) if (kind := _kind(path)) is not None]
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Every file under `root`; hidden files and folders, and packages installed into the library, are left out."""
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not name.startswith(".") and name not in INSTALLED]
+def _walk(root: Path, *, follow: bool = True) -> Iterator[Path]:
+    """Every file under `root`; hidden files and folders, and packages installed into the library, are left out.
+
+    follow: enter links to folders too. A folder is entered once, whatever leads to it, so that no circle is walked and
+    no document lies on both sides of the split.
+    """
+    entered = set()
+    for folder, inner, names in os.walk(root, onerror=_unreadable, followlinks=follow):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in entered:
+            inner.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        inner[:] = sorted(name for name in inner if not name.startswith(".") and name not in INSTALLED)
         yield from (path for name in names if not name.startswith(".") and (path := Path(folder, name)).is_file())
+
+
+def _unreadable(error: OSError) -> None:
+    raise ValueError(
+        f"a folder of text must be readable; received {str(error.filename)!r}: {error.strerror}; change its "
+        "permissions, or move it away"
+    ) from error
 
 
 def _kind(path: Path) -> str | None:
@@ -189,10 +208,11 @@ def _jsonl(file: SourceFile, text_key: str) -> Iterator[tuple[int | None, str, i
         where = f"{str(file.path)!r}, line {number}"
         try:
             record = json.loads(line.rstrip("\r\n"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # besides broken: a number of thousands of digits, deep nesting
+            what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(
-                f"each line of a .jsonl file is one JSON object; received broken JSON ({error.msg}, "
-                f"column {error.colno}) at {where}; correct or remove that line"
+                f"each line of a .jsonl file is one JSON object; received broken JSON ({what}) at {where}; "
+                "correct or remove that line"
             ) from error
         if not isinstance(record, dict):
             raise ValueError(
@@ -214,6 +234,7 @@ def _jsonl(file: SourceFile, text_key: str) -> Iterator[tuple[int | None, str, i
 
 def _parquet(file: SourceFile, text_key: str) -> Iterator[tuple[int | None, str, int]]:
     """Documents of a parquet file, one row group in memory at a time; ordinals are row numbers, nulls are skipped."""
+    row = 0
     try:
         import pyarrow
         import pyarrow.parquet
@@ -224,29 +245,39 @@ def _parquet(file: SourceFile, text_key: str) -> Iterator[tuple[int | None, str,
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
-            schema = table.schema_arrow
-            if text_key not in schema.names:
-                raise ValueError(
-                    f"a .parquet file has the column data.text_key; received {str(file.path)!r} without {text_key!r}; "
-                    f"set text_key to one of its columns: {', '.join(schema.names) or 'none'}"
-                )
-            kind = schema.field(text_key).type
-            plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if str(plain) not in ("string", "large_string", "string_view"):
-                raise ValueError(
-                    f"data.text_key names a column of text; received {kind} under {text_key!r} in "
-                    f"{str(file.path)!r}; set text_key to a column of strings"
-                )
-            row, rows = 0, max(1, table.metadata.num_rows)
+            _check_column(table.schema_arrow, file, text_key)
+            rows = max(1, table.metadata.num_rows)
             for group in range(table.num_row_groups):
                 for text in table.read_row_group(group, columns=[text_key]).column(text_key):
                     row += 1
                     if text.is_valid:
                         yield row, text.as_py(), file.size * row // rows
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text is UTF-8; received byte 0x{error.object[error.start]:02x} in {str(file.path)!r}, row {row}; "
+            "write the file again"
+        ) from error
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"a .parquet file must be whole; received {str(file.path)!r}: {error}; fetch or write it again"
         ) from error
+
+
+def _check_column(schema: Any, file: SourceFile, text_key: str) -> None:
+    """That the parquet file's schema holds `text_key` once, and as text."""
+    if schema.names.count(text_key) != 1:
+        number = "without" if text_key not in schema.names else f"with {schema.names.count(text_key)} columns called"
+        raise ValueError(
+            f"a .parquet file has the column data.text_key; received {str(file.path)!r} {number} {text_key!r}; "
+            f"set text_key to one of its columns: {', '.join(schema.names) or 'none'}"
+        )
+    kind = schema.field(text_key).type
+    plain = kind.value_type if hasattr(kind, "index_type") else kind  # of a dictionary column, its texts
+    if str(plain) not in ("string", "large_string", "string_view"):
+        raise ValueError(
+            f"data.text_key names a column of text; received {kind} under {text_key!r} in "
+            f"{str(file.path)!r}; set text_key to a column of strings"
+        )
 
 
 def _decompressed(raw: BinaryIO, kind: str) -> Iterator[bytes]:

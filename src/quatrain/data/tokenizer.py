@@ -7,11 +7,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quatrain.data.files import replace_file
 from quatrain.data.sources import SEPARATOR
+from quatrain.files import expand, replace_file
 
 END_NAMES = (SEPARATOR, "<|end_of_text|>", "<|endofdocument|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
-SAMPLE_BYTES = 50_000_000  # of text a BPE is trained on at most; merges of a few thousand settle long before
+SAMPLE = 50_000_000  # characters of text a BPE is trained on at most; merges of a few thousand settle long before
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class DocumentTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> DocumentTokenizer:
     """A byte-level BPE with at most `vocab_size` tokens (fewer when the text has no more repeated pairs).
 
-    Token 0 ends a document. The same texts in the same order give the same tokenizer. At most 50 MB are used.
+    Token 0 ends a document. The same texts in the same order give the same tokenizer. No text is begun once
+    50 million characters are used.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,7 +49,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> DocumentTokenizer:
 
 def save(tokenizer: DocumentTokenizer, path: Path) -> None:
     """Write tokenizer.json form to `path`, whole or not at all."""
-    replace_file(path, tokenizer.to_json().encode())
+    replace_file(path, tokenizer.to_json())
 
 
 def load_bpe(path: Path) -> DocumentTokenizer | None:
@@ -67,7 +68,7 @@ def load_path(received: str) -> DocumentTokenizer:
     The end-of-document token is the eos_token that the folder names, else the first usual one in the vocabulary.
     Raises FileNotFoundError for a missing path, ValueError for what cannot be loaded or has no such token.
     """
-    path = Path(received).expanduser()
+    path = expand(received, "data.tokenizer")
     file = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():
         raise FileNotFoundError(
@@ -94,7 +95,7 @@ def load_path(received: str) -> DocumentTokenizer:
 
 
 def _sample(texts: Iterable[str]) -> Iterable[str]:
-    left = SAMPLE_BYTES
+    left = SAMPLE
     for text in texts:
         yield text
         left -= len(text)

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quatrain.data.files import move_into_place
+from quatrain.files import move_into_place
 
 VERSION = 1
 HEADER_BYTES = 1024
 WORD = (1 << 64) - 1
+WHOLE_BYTES = 1 << 30  # up to this size every byte is looked at when a token file is opened, above it a sample
+SAMPLES, SAMPLE_BYTES = 256, 1 << 16
 ROUNDS = 6  # of the Feistel network; four already pass for random to a reader of windows
 
 
@@ -26,7 +28,7 @@ class TokenWriter:
     """Appends token ids to an open file and puts the header in front at the end."""
 
     def __init__(self, file: BinaryIO, vocab_size: int) -> None:
-        """file: empty, open for writing bytes. vocab_size: decides between two and four bytes a token."""
+        """file: empty, open for reading and writing bytes. vocab_size: decides between two and four bytes a token."""
         self._file = file
         self._dtype = np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
         self._hash = hashlib.sha256()
@@ -57,6 +59,7 @@ class TokenWriter:
             "text_bytes": self.text_bytes,
             "fingerprint": fingerprint,
             "digest": self._hash.hexdigest(),
+            "sample": _sample(self._file, self._file.tell()),
         }
         self._file.seek(0)
         self._file.write(json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n")
@@ -118,19 +121,43 @@ class TokenStream:
 
 
 def open_tokens(path: Path, fingerprint: str, sequence_length: int) -> TokenStream | None:
-    """The token file at `path`, or None when it is missing, damaged, cut short or made from something else."""
+    """The token file at `path`, or None when it is missing, damaged, cut short or made from something else.
+
+    Of a file over `WHOLE_BYTES` only a sample of its tokens is compared with what was written.
+    """
     try:
         with path.open("rb") as file:
             header = json.loads(file.read(HEADER_BYTES))
         dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[header["dtype"]])
         count = header["count"]
-        whole = path.stat().st_size == HEADER_BYTES + count * dtype.itemsize
+        size = path.stat().st_size
+        whole = size == HEADER_BYTES + count * dtype.itemsize
         if not whole or header["version"] != VERSION or header["fingerprint"] != fingerprint:
+            return None
+        if not _untouched(path, size, header):
             return None
         tokens = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
         return TokenStream(tokens, header["documents"], header["text_bytes"], header["digest"], sequence_length)
     except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def _untouched(path: Path, size: int, header: dict[str, Any]) -> bool:
+    """Whether the tokens are those that were written: disks and copies do lose bits."""
+    with path.open("rb") as file:
+        if size > WHOLE_BYTES:
+            return header.get("sample") in (None, _sample(file, size))  # older files have none
+        file.seek(HEADER_BYTES)
+        return hashlib.file_digest(file, "sha256").hexdigest() == header["digest"]
+
+
+def _sample(file: BinaryIO, size: int) -> str:
+    """Hex digest of parts of the tokens, spread evenly over the file, its end among them."""
+    digest = hashlib.sha256()
+    for part in range(SAMPLES):
+        file.seek(HEADER_BYTES + max(0, size - HEADER_BYTES - SAMPLE_BYTES) * part // (SAMPLES - 1))
+        digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def permute(positions: npt.NDArray[np.int64], size: int, key: tuple[int, int]) -> npt.NDArray[np.int64]:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from quatrain.files import expand
+
 __all__ = ["Preset", "build", "build_from_path", "presets"]
 
 
@@ -83,7 +85,7 @@ def build_from_path(
     Raises FileNotFoundError without a config.json, ValueError when `transformers` cannot make a causal language model
     of it.
     """
-    path = Path(folder).expanduser()
+    path = expand(folder, "model.path")
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
             f"model.path is a folder that holds a transformers config.json; received {str(folder)!r}, "

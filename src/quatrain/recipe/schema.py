@@ -15,8 +15,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from quatrain.files import expand
 from quatrain.formats import QuantSpec
 from quatrain.nn import OPERANDS, LinearRows
+from quatrain.toml import format_value
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Phase:
     """A switch of precision during a run.
 
     Attributes:
-        at: fraction of the run's tokens, in [0, 1]; or
+        at: fraction of the run's tokens, in [0, 1); or
         step: a step number (run files only).
         bf16: "forward" runs forward GEMMs in BF16, "both" forward and backward.
     """
@@ -70,8 +72,8 @@ class Phase:
     def __post_init__(self) -> None:
         if (self.at is None) == (self.step is None):
             raise ValueError(f"a phase needs either a fraction or a step, received at={self.at} and step={self.step}")
-        if self.at is not None and not 0.0 <= self.at <= 1.0:
-            raise ValueError(f"phase.at must be a fraction of the run in [0, 1], received {self.at}")
+        if self.at is not None and not 0.0 <= self.at < 1.0:
+            raise ValueError(f"phase.at must be a fraction of the run in [0, 1), received {self.at}")
         if self.step is not None and self.step < 0:
             raise ValueError(f"phase.at.step must not be negative, received {self.step}")
         if self.bf16 not in ("forward", "both"):
@@ -112,13 +114,13 @@ class Recipe:
     def to_toml(self) -> str:
         """The resolved recipe as TOML text; `load_recipe` gives an equal recipe back."""
         data = self.to_dict()
-        lines = [f"{key} = {_toml(data[key])}" for key in ("name", "description", "source")]
+        lines = [f"{key} = {format_value(data[key])}" for key in ("name", "description", "source")]
         if data["linear"]:
             keep = data["linear"].pop("keep")
-            lines += ["", "[linear]", *(f"{name} = {_toml(row)}" for name, row in data["linear"].items())]
-            lines += ["", "[linear.keep]", *(f"{key} = {_toml(value)}" for key, value in keep.items())]
+            lines += ["", "[linear]", *(f"{name} = {format_value(row)}" for name, row in data["linear"].items())]
+            lines += ["", "[linear.keep]", *(f"{key} = {format_value(value)}" for key, value in keep.items())]
         for phase in data["phase"]:
-            lines += ["", "[[phase]]", *(f"{key} = {_toml(value)}" for key, value in phase.items())]
+            lines += ["", "[[phase]]", *(f"{key} = {format_value(value)}" for key, value in phase.items())]
         return "\n".join(lines) + "\n"
 
     def fingerprint(self) -> str:
@@ -146,7 +148,7 @@ def load_recipe(source: str | Path | Recipe) -> Recipe:
     text, where = _read(source)
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{where} must be TOML, received text that does not parse: {error}") from error
     try:
         return _recipe_from_dict(data)
@@ -160,10 +162,13 @@ def _library() -> Any:
 
 def _read(source: str | Path) -> tuple[str, str]:
     if isinstance(source, Path) or (source.endswith(".toml") and "\n" not in source):
-        path = Path(source)
+        path = expand(source, "the recipe")
         if not path.is_file():
             raise FileNotFoundError(f"no recipe file at {path}")
-        return path.read_text(), str(path)
+        try:
+            return path.read_text(encoding="utf-8-sig"), str(path)  # editors on Windows put a mark in front
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} must be UTF-8 text, received bytes that are not ({error.reason})") from error
     if source == "" or "\n" in source or "=" in source:
         return source, "recipe text"
     names = recipe_names()
@@ -192,6 +197,8 @@ def _recipe_from_dict(data: dict[str, Any]) -> Recipe:
     keep = _keep_from_dict(_table(linear.pop("keep", {}), "linear.keep"))
     rows = _rows_from_dict(linear)
     default_name = "bf16" if not any(rows.rows) else "unnamed"
+    if not isinstance(data.get("phase", []), list):
+        raise ValueError(f"phases are written as [[phase]] tables, received phase = {data['phase']!r}")
     phases = tuple(phase_from_dict(p, allow_step=False) for p in data.get("phase", []))
     return Recipe(
         data.get("name", default_name), data.get("description", ""), data.get("source", ""), rows, keep, phases
@@ -263,15 +270,3 @@ def phase_from_dict(data: Any, *, allow_step: bool) -> Phase:
 
 def _phase_to_dict(phase: Phase) -> dict[str, Any]:
     return {"at": phase.at if phase.step is None else {"step": phase.step}, "bf16": phase.bf16}
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return repr(value)

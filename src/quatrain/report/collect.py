@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quatrain.files import unsigned
+
 MARKS = ("summary.json", "metrics.jsonl", "run.toml")  # any one of them makes a folder a run folder
 
 
@@ -50,6 +52,7 @@ class Run:
     train: tuple[TrainPoint, ...] = ()
     validation: tuple[ValidationPoint, ...] = ()
     phases: tuple[tuple[int, str], ...] = ()  # (step, "forward" | "both")
+    failure: str = ""  # why the run ended in a NaN or an infinity
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # run.toml
     recipe_toml: str = ""
@@ -59,6 +62,11 @@ class Run:
     def finished(self) -> bool:
         """True once the trainer has written `summary.json`."""
         return bool(self.summary)
+
+    @property
+    def diverged(self) -> bool:
+        """True where the run ended in a NaN or an infinity."""
+        return bool(self.failure) or (self.last is not None and not math.isfinite(self.last.loss))
 
     @property
     def last(self) -> ValidationPoint | None:
@@ -95,16 +103,16 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders at or under `folder`, sorted by path (what `quatrain compare` wrote into its out folder).
+    """`folder` itself if it holds a run, then the run folders under it by path (as `quatrain compare` writes them).
 
     Raises FileNotFoundError where `folder` does not exist, ValueError where it holds no run.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"a run folder must exist; got {folder}; pass the `out` folder of train or compare")
-    if is_run(folder):
-        return [folder]
     found = sorted({p.parent for name in MARKS for p in folder.glob(f"*/{name}")})
     found = found or sorted({p.parent for name in MARKS for p in folder.glob(f"*/*/{name}")})
+    if any((folder / name).is_file() for name in (MARKS[:2] if found else MARKS)):  # run.toml may be the user's own
+        found = [folder, *found]
     if not found:
         raise ValueError(
             f"a run folder must hold one of {', '.join(MARKS)}; got {folder}, which holds none, nor folders that do; "
@@ -136,7 +144,7 @@ def read_run(folder: Path) -> Run:
     notes: list[str] = []
     summary = _read_json(folder / "summary.json", notes)
     config = _read_toml(folder / "run.toml", notes)
-    recipe_toml = _read_text(folder / "recipe.toml") or str(summary.get("recipe_toml") or "")
+    recipe_toml = unsigned(_read_text(folder / "recipe.toml")) or str(summary.get("recipe_toml") or "")
     records = _read_lines(folder / "metrics.jsonl", notes)
     validation = _validation(records)
     closing = _closing_point(summary)
@@ -151,6 +159,7 @@ def read_run(folder: Path) -> Run:
         train=_train(records),
         validation=validation,
         phases=phases,
+        failure=_failure(records),
         summary=summary,
         config=config,
         recipe_toml=recipe_toml,
@@ -166,10 +175,7 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
     text = _read_text(path)
     if not text:
         return {}
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
+    value = _parsed(text)
     if isinstance(value, dict):
         return value
     notes.append(f"{path.name} cannot be read and was ignored")
@@ -179,20 +185,17 @@ def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
 def _read_toml(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         return tomllib.loads(_read_text(path))
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         notes.append(f"{path.name} cannot be read and was ignored")
         return {}
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The records of a JSONL file that have a step and, but for phases, a number of tokens."""
+    """The records of a JSONL file that have a step and, but for phases and failures, a number of tokens."""
     lines = [line for line in _read_text(path).splitlines() if line.strip()]
     records, broken = [], []
     for position, line in enumerate(lines):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
+        value = _parsed(line)
         if isinstance(value, dict) and _is_record(value):
             records.append(value)
         else:
@@ -205,8 +208,22 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _is_record(value: dict[str, Any]) -> bool:
-    needed = ("step",) if value.get("kind") == "phase" else ("step", "tokens")
+    needed = ("step",) if value.get("kind") in ("phase", "diverged") else ("step", "tokens")
     return all(isinstance(value.get(key), int) and not isinstance(value.get(key), bool) for key in needed)
+
+
+def _parsed(text: str) -> Any:
+    """The JSON value of `text`, or None where it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _failure(records: list[dict[str, Any]]) -> str:
+    """What the record of a divergence says, if it is the last one: a run that was taken up again has none."""
+    last = records[-1] if records else {}
+    return str(last.get("error") or "no reason was recorded") if last.get("kind") == "diverged" else ""
 
 
 def _train(records: list[dict[str, Any]]) -> tuple[TrainPoint, ...]:
@@ -240,7 +257,7 @@ def _recipe_name(folder: Path, summary: Mapping[str, Any], config: Mapping[str, 
     """The summary's name; before it is written, the recipe's own, else the run file's, else the folder's."""
     try:
         recipe = tomllib.loads(recipe_toml)
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         recipe = {}
     for value in (summary.get("recipe"), recipe.get("name"), config.get("recipe")):
         if isinstance(value, str) and value.strip():

@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.report.collect import Run, ValidationPoint, finite, read_runs
-
-# 97.5 % points of Student's t for 1 to 30 degrees of freedom, then for the next smaller of the listed ones.
-_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-_T_ABOVE_30 = ((120, 1.980), (60, 2.000), (40, 2.021))
+from quatrain.statistics import gap_percent, mean_interval
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,9 @@ class Group:
 class Gap:
     """The gap to the baseline in percent at `step`; `low` and `high` bound the 95 % interval of two or more seeds.
 
-    `values` holds (seed, percent) of the pairs that count, `diverged` the seeds without a finite loss (then there is no
-    mean), `left_out` the seeds whose pair ends before `step`, `partial` whether `step` is not the end of all runs used.
+    `values` holds (seed, percent) of the pairs that count, `diverged` the seeds of which a run of the pair diverged
+    (then there is no mean), `left_out` the seeds whose pair ends before `step`, `partial` whether `step` is not the end
+    of all runs used.
     """
 
     step: int
@@ -90,18 +84,6 @@ class Row:
     tokens_per_s: float | None
     saved_bytes_per_element: float | None
     quantized_mac_share: float | None
-
-
-def t_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The two-sided 95 % Student interval of the mean of `values`; None for fewer than two values."""
-    n = len(values)
-    if n < 2:
-        return None
-    mean = math.fsum(values) / n
-    deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    quantile = _T[n - 2] if n - 1 <= 30 else next((t for df, t in _T_ABOVE_30 if n - 1 >= df), _T[-1])
-    half = quantile * deviation / math.sqrt(n)
-    return mean - half, mean + half
 
 
 def group_runs(runs: Sequence[Run], baseline: str | None = None) -> list[Group]:
@@ -148,11 +130,7 @@ def _refuse_twins(label: str, members: list[Run]) -> None:
 def pair(run: Run, base: Run) -> list[tuple[ValidationPoint, float]]:
     """The gap of `run` to `base` in percent (NaN if either loss is not finite) at each step that both validated."""
     other = {point.step: point.loss for point in base.validation}
-    return [
-        (p, 100.0 * (p.loss / other[p.step] - 1.0) if other[p.step] else math.nan)
-        for p in run.validation
-        if p.step in other
-    ]
+    return [(p, gap_percent(p.loss, other[p.step])) for p in run.validation if p.step in other]
 
 
 def pairs(group: Group, base: Group) -> dict[int, list[tuple[ValidationPoint, float]]]:
@@ -176,19 +154,20 @@ def final_gap(group: Group, base: Group) -> Gap | None:
         return None
     ends = {seed: points[-1][1] for seed, points in used.items()}
     step = next(iter(used.values()))[-1][0].step
-    diverged = tuple(seed for seed, value in ends.items() if not math.isfinite(value))
-    values = tuple((seed, value) for seed, value in ends.items() if math.isfinite(value))
-    plain = [value for _, value in values]
-    interval = None if diverged else t_interval(plain)
+    lost = {seed for seed, value in ends.items() if not math.isfinite(value)}
+    lost |= {run.seed for run in base.runs if run.diverged} | {run.seed for run in group.runs if run.diverged}
+    diverged = tuple(run.seed for run in group.runs if run.seed in lost)
+    values = tuple((seed, value) for seed, value in ends.items() if seed not in lost)
+    mean, half = (None, None) if diverged else mean_interval([value for _, value in values])
     involved = [run for run in (*group.runs, *base.runs) if run.seed in used]
     return Gap(
         step=step,
         values=values,
-        mean=None if diverged else math.fsum(plain) / len(plain),
-        low=interval[0] if interval else None,
-        high=interval[1] if interval else None,
+        mean=mean,
+        low=None if mean is None or half is None else mean - half,
+        high=None if mean is None or half is None else mean + half,
         diverged=diverged,
-        left_out=tuple(run.seed for run in group.runs if run.seed not in used),
+        left_out=tuple(run.seed for run in group.runs if run.seed not in used and run.seed not in lost),
         partial=any(not run.finished or run.seen[0] > step for run in involved),
     )
 
@@ -210,17 +189,18 @@ def make_row(group: Group, base: Group) -> Row:
     full, gap = group.full, final_gap(group, base)
     ends = [run.last for run in full if run.last]
     fixed = group.summary
+    diverged = tuple(run.seed for run in group.runs if run.diverged)
     speeds = [speed for speed in map(_speed, group.runs) if speed is not None]
     reached = max((run.seen for run in group.runs), default=(0, 0))
     return Row(
         recipe=group.label,
         fingerprint=next((found for run in group.runs if (found := _fingerprint(run))), None),
         seeds=tuple(run.seed for run in group.runs),
-        unfinished=tuple(run.seed for run in group.runs if not run.finished),
+        unfinished=tuple(run.seed for run in group.runs if not run.finished and not run.diverged),
         step=ends[0].step if ends else reached[0],
         tokens=ends[0].tokens if ends else reached[1],
-        val_loss=_mean([end.loss for end in ends]),
-        val_loss_bf16=_mean([end.loss_bf16 for end in ends]),
+        val_loss=None if diverged else _mean([end.loss for end in ends]),
+        val_loss_bf16=None if diverged else _mean([end.loss_bf16 for end in ends]),
         baseline=base.label,
         gap_percent=gap.mean if gap else None,
         gap_interval=(gap.low, gap.high) if gap and gap.low is not None and gap.high is not None else None,
@@ -228,7 +208,7 @@ def make_row(group: Group, base: Group) -> Row:
         gap_step=gap.step if gap else None,
         gap_partial=gap.partial if gap else False,
         resolved=gap.resolved if gap else None,
-        diverged=tuple(run.seed for run in full if run.last and not math.isfinite(run.last.loss)),
+        diverged=diverged,
         tokens_per_s=_mean(speeds),
         saved_bytes_per_element=finite(fixed.get("saved_bytes_per_element")),
         quantized_mac_share=finite(fixed.get("quantized_mac_share")),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import plotly.io
 
+from quatrain.files import replace_file
 from quatrain.report import figures
 from quatrain.report.collect import read_runs
 from quatrain.report.gaps import Group, Row, group_runs, make_row
@@ -42,7 +43,7 @@ def write_report(
         body=_body(groups, rows),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    replace_file(out, page)
     return out
 
 

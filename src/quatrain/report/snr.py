@@ -16,7 +16,7 @@ Table = dict[str, dict[str, float]]  # module -> operand -> dB
 
 
 def mean_snr(group: Group) -> Table:
-    """The mean over the finished seeds of each module's and operand's ratio in dB; empty where nothing is quantized."""
+    """The mean of each module's and operand's ratio in dB, over the seeds that measured it; empty where none did."""
     found: dict[tuple[str, str], list[float]] = {}
     for run in group.runs:
         snr = section(run.summary, "snr")

@@ -74,7 +74,9 @@ def _gap(row: Row, group: Group) -> str:
     if group.index == 0:
         return '<span class="quiet">reference</span>'
     if row.gap_percent is None:
-        return tag("diverged", "bad") if row.gap_step is not None else DASH
+        if row.diverged:
+            return tag("diverged", "bad")
+        return tag("the reference diverged", "bad") if row.gap_step is not None else DASH
     parts = [f"<b>{signed(row.gap_percent)} %</b>"]
     if row.gap_interval:
         low, high = row.gap_interval
@@ -166,7 +168,7 @@ def run_table(groups: Sequence[Group]) -> str:
             line = (
                 label(group),
                 str(run.seed),
-                "finished" if run.finished else tag("unfinished", "warn"),
+                tag("diverged", "bad") if run.diverged else "finished" if run.finished else tag("unfinished", "warn"),
                 count(step),
                 count(tokens),
                 loss(run.last.loss, diverged=math.isnan(run.last.loss)) if run.last else DASH,

@@ -86,6 +86,8 @@ def _run_notes(group: Group, run: Run) -> list[str]:
     name = f"<b>{escape(group.label)}, seed {run.seed}</b>"
     step, tokens = run.seen
     going = [f"{name}: unfinished, {tokens:,} tokens so far (step {step}); shown as far as it goes."]
+    if run.failure:
+        going = [f"{name}: diverged, {escape(run.failure)}. Shown up to there."]
     return ([] if run.finished else going) + [f"{name}: {escape(note)}." for note in run.notes]
 
 
@@ -94,10 +96,10 @@ def _gap_notes(group: Group, row: Row, base: Group) -> list[str]:
     found = []
     if row.diverged:
         found.append(
-            f"{name}: the last validation loss is not finite for seed {listing(row.diverged)}; no mean is given, since "
-            "one over the other seeds would flatter."
+            f"{name}: seed {listing(row.diverged)} diverged (a loss or an operand was not finite); no mean is given, "
+            "since one over the other seeds would flatter."
         )
-    early = [run.seed for run in group.runs if group.full and run not in group.full]
+    early = [run.seed for run in group.runs if group.full and run not in group.full and not run.diverged]
     if early:
         found.append(f"{name}: seed {listing(early)} ended early and is in no mean.")
     unpaired = [seed for seed in gap.left_out if seed not in early] if gap else []

@@ -1,6 +1,6 @@
 """Training: run files, the trainer, and comparisons of recipes (`quatrain train`, `quatrain compare`)."""
 
-from quatrain.train.compare import Comparison, compare
+from quatrain.train.comparison import Comparison, compare
 from quatrain.train.config import RunConfig, load_run
 from quatrain.train.loop import Trainer, train
 

@@ -6,6 +6,7 @@ Paths are those of the working folder, as on the command line; "~" is the home f
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.data import DataConfig
-from quatrain.recipe import Phase
+from quatrain.files import expand
+from quatrain.recipe import Phase, Recipe
 from quatrain.train import tables
 from quatrain.train.schedule import ScheduleConfig, phase_steps, wsd
 
 DTYPES = ("bfloat16", "float32")
 OPTIMIZERS = ("adamw",)
 PRECISIONS = ("forward", "both")
+
+LARGEST_SEED = 2**63 - 1
+MOST_THREADS = 1024
+LARGEST_BATCH = 2**31  # tokens of a micro-batch
 
 # Of these pairs a run names exactly one; an override of one replaces the other.
 _EITHER = (("train", "tokens", "steps"), ("model", "preset", "path"))
@@ -74,12 +80,16 @@ class TrainConfig:
         for key in ("tokens", "steps", "batch_size", "accumulate", "log_every"):
             value = getattr(self, key)
             _require(value is None or value >= 1, f"train.{key} must be at least 1", value)
-        for key in ("seed", "threads", "clip"):
-            _require(getattr(self, key) >= 0, f"train.{key} must not be negative", getattr(self, key))
-        _one_of("train.dtype", self.dtype, DTYPES)
-        kind, _, index = self.device.partition(":")
+        _require(self.clip >= 0, "train.clip must not be negative", self.clip)
+        _require(0 <= self.seed <= LARGEST_SEED, "train.seed must lie from 0 to 2^63 - 1", self.seed)
         _require(
-            self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and index.isdigit()),
+            0 <= self.threads <= MOST_THREADS,
+            f"train.threads must lie from 1 to {MOST_THREADS}, or be 0 for torch's default",
+            self.threads,
+        )
+        _one_of("train.dtype", self.dtype, DTYPES)
+        _require(
+            re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", self.device) is not None,
             'train.device must be "auto", "cpu", "cuda" or "cuda:N"',
             self.device,
         )
@@ -193,6 +203,12 @@ class RunConfig:
     phase: tuple[PhaseConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        _require(bool(self.out.strip()), "out must name a folder", self.out)
+        _require(
+            self.train.batch_size * self.data.sequence_length < LARGEST_BATCH,
+            "train.batch_size x data.sequence_length must stay under 2^31 tokens; lower one, raise train.accumulate",
+            self.train.batch_size * self.data.sequence_length,
+        )
         wsd(self.schedule, self.optimizer.lr, self.total_steps)
         phase_steps([phase.resolve() for phase in self.phase], self.total_steps)
 
@@ -215,6 +231,14 @@ class RunConfig:
             )
         return tokens // self.tokens_per_step
 
+    def phases_of(self, recipe: Recipe) -> tuple[tuple[int, str], ...]:
+        """The phases as (first step, "forward" | "both"): the run's own, or else the recipe's.
+
+        Raises:
+            ValueError: one begins after the run's end, or two begin at one step.
+        """
+        return phase_steps([phase.resolve() for phase in self.phase] or recipe.phases, self.total_steps)
+
     def to_toml(self) -> str:
         """TOML that `load_run` turns back into an equal value."""
         return tables.dump(self)
@@ -236,7 +260,7 @@ def load_run(source: str | Path, overrides: Sequence[str] = (), *, recipe: str |
     name, text = _read(source)
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{name} is not valid TOML: {error}") from error
     given = {text.partition("=")[0].strip() for text in overrides}
     for section, first, second in _EITHER:
@@ -265,11 +289,11 @@ def replace_in(config: RunConfig, **changes: Any) -> RunConfig:
 def _read(source: str | Path) -> tuple[str, str]:
     if isinstance(source, str) and ("\n" in source or ("=" in source and not Path(source).exists())):
         return "the run", source
-    path = Path(source).expanduser()
+    path = expand(source, "the run file")
     if not path.is_file():
         raise FileNotFoundError(f"the run file {path} does not exist; give the path of a RUN.toml")
     try:
-        return str(path), path.read_text(encoding="utf-8")
+        return str(path), path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}); give the path of a RUN.toml") from error
 

@@ -1,4 +1,4 @@
-"""Ctrl-C during training: the first finishes the step and saves, the second stops at once."""
+"""Ctrl-C or SIGTERM during training: the first finishes the step and saves, the second stops at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Interrupt:
 
 @contextmanager
 def watch(ask: Callable[[], bool] | None, *, quiet: bool = False) -> Iterator[Interrupt]:
-    """Take Ctrl-C over for a while; in a thread other than the main one only `ask` counts.
+    """Take Ctrl-C, and SIGTERM likewise, over for a while; in a thread other than the main one only `ask` counts.
 
     Args:
         ask: a further reason to stop, asked whenever the interrupt is looked at.
@@ -49,10 +49,11 @@ def watch(ask: Callable[[], bool] | None, *, quiet: bool = False) -> Iterator[In
         if not quiet:
             os.write(2, _NOTICE)  # the signal may have come in the middle of a print, which must not be entered twice
 
-    previous = signal.signal(signal.SIGINT, on_signal)
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if interrupt.pressed:
         raise KeyboardInterrupt

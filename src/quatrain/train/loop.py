@@ -12,30 +12,29 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quatrain import checkpoint
+from quatrain.files import expand
 from quatrain.nn import NonFiniteError, check_finite, rng_state, set_rng_state
 from quatrain.recipe import Recipe, load_recipe, set_precision
 from quatrain.train import records
-from quatrain.train.config import OptimizerConfig, RunConfig, replace_in
+from quatrain.train.config import RunConfig, replace_in
 from quatrain.train.interrupts import watch
+from quatrain.train.optimizer import make_optimizer
 from quatrain.train.parts import assemble
+from quatrain.train.process import settings
 from quatrain.train.progress import Display
-from quatrain.train.schedule import phase_steps, precision_at, wsd
-
-# Mamba's recurrence parameters are exempt from weight decay by its authors, whatever their shape (arXiv 2312.00752).
-_NO_DECAY = ("A_log", "D", "dt_bias")
+from quatrain.train.schedule import precision_at, wsd
 
 
 def train(
     config: RunConfig,
     *,
-    recipe: str | None = None,
+    recipe: str | Recipe | None = None,
     progress: bool = True,
     stop: Callable[[], bool] | None = None,
     restart: bool = False,
@@ -44,7 +43,7 @@ def train(
 
     Args:
         config: the run.
-        recipe: name or path, in place of the configuration's.
+        recipe: name, path or value, in place of the configuration's.
         progress: show a progress bar (or lines, without a terminal) on stderr.
         stop: asked after every step; once it says True, the run is saved and ends like on Ctrl-C.
         restart: remove the folder's old run first.
@@ -54,12 +53,13 @@ def train(
 
     Raises:
         ValueError: the folder holds another run, or the configuration does not fit the model or the data.
-        NonFiniteError: loss or gradients are no longer finite; the last good checkpoint is kept.
+        NonFiniteError: loss, gradients, operands or weights are no longer finite; the last good checkpoint is kept,
+            and metrics.jsonl says so until the run is taken up again.
         KeyboardInterrupt: after Ctrl-C, or when `stop` said so; the state is saved.
     """
-    if recipe is not None:
-        config = replace_in(config, recipe=recipe)
-    return Trainer(config, progress=progress, stop=stop).run(restart=restart)
+    if isinstance(recipe, str):
+        config, recipe = replace_in(config, recipe=recipe), None
+    return Trainer(config, recipe=recipe, progress=progress, stop=stop).run(restart=restart)
 
 
 class Trainer:
@@ -67,6 +67,7 @@ class Trainer:
 
     Args:
         config: the run.
+        recipe: already loaded; None loads the configuration's.
         progress, stop: as in `train`.
         on_event: passed to `checkpoint.save`.
     """
@@ -75,17 +76,17 @@ class Trainer:
         self,
         config: RunConfig,
         *,
+        recipe: Recipe | None = None,
         progress: bool = True,
         stop: Callable[[], bool] | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
-        self.out = Path(config.out).expanduser()
-        self.recipe: Recipe = load_recipe(config.recipe)
-        phases = [phase.resolve() for phase in config.phase] or self.recipe.phases
+        self.out = expand(config.out, "out")
+        self.recipe: Recipe = recipe or load_recipe(config.recipe)
         self.total = config.total_steps
         self.schedule = wsd(config.schedule, config.optimizer.lr, self.total)
-        self.phases = phase_steps(phases, self.total)
+        self.phases = config.phases_of(self.recipe)
         self.progress, self.stop, self.on_event = progress, stop, on_event
         self.step = 0
         self.train_seconds = 0.0
@@ -93,6 +94,7 @@ class Trainer:
 
     def run(self, *, restart: bool = False) -> dict[str, Any]:
         """See `train`."""
+        self._advice = "run again without --restart to resume it" if restart else "the same command resumes it"
         metrics = records.open_folder(self.out, self.config, self.recipe, restart=restart)
         try:
             summary = records.read_summary(self.out)
@@ -100,7 +102,7 @@ class Trainer:
             if summary is not None:
                 display.say(f"{self.out} is finished already; --restart trains it again")
                 return summary
-            with _settings(self.config), display:
+            with settings(self.config.train), display:
                 self.metrics, self.display = metrics, display
                 self.parts = assemble(self.config, self.recipe, display)
                 self.optimizer = make_optimizer(self.parts.model, self.config.optimizer, self.parts.device)
@@ -156,7 +158,7 @@ class Trainer:
                 if stopping or self._due(self.config.checkpoint.every):
                     self._save()
                 if stopping:
-                    self.display.say(f"saved step {self.step} of {self.total}; the same command resumes it")
+                    self.display.say(f"saved step {self.step} of {self.total}; {self._advice}")
                     raise KeyboardInterrupt
                 self._enter_phase()
 
@@ -211,6 +213,14 @@ class Trainer:
         if problem:
             self._fail(problem)
 
+    def _check_weights(self) -> None:
+        """Raise if a weight is a NaN or an infinity; one wait for the device where none is."""
+        named = [(name, p) for name, p in self.parts.model.named_parameters() if p.numel()]
+        if not math.isfinite(nn.utils.get_total_norm([p for _, p in named], math.inf).item()):
+            broken = [name for name, p in named if not p.isfinite().all()]
+            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+            self._fail(f"NaN or infinity in the weights {', '.join(broken[:3])}{more}")
+
     def _operands(self) -> str:
         try:
             check_finite(self.parts.model)
@@ -220,10 +230,12 @@ class Trainer:
 
     def _fail(self, problem: str) -> None:
         kept = sorted((self.out / records.CHECKPOINTS).glob("step-*"))
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"step {self.step}: {problem}; {f'{kept[-1]} is kept' if kept else 'there is no checkpoint yet'}; "
             "lower optimizer.lr, lengthen schedule.warmup or look at the data"
         )
+        self.metrics.write({"kind": "diverged", "step": self.step, "error": str(error)})
+        raise error
 
     def _batches(self) -> Iterator[Tensor]:
         """The micro-batches of the next step."""
@@ -259,6 +271,10 @@ class Trainer:
                     loss_bf16 = self.parts.validation_loss()
                 finally:
                     set_precision(model, self.precision)
+        if not (math.isfinite(loss) and math.isfinite(loss_bf16)):
+            self._fail(
+                "; ".join(filter(None, (f"the validation loss is {loss}, in BF16 {loss_bf16}", self._operands())))
+            )
         tokens = self.step * self.config.tokens_per_step
         self.metrics.write(
             {"kind": "val", "step": self.step, "tokens": tokens, "val_loss": loss, "val_loss_bf16": loss_bf16}
@@ -277,6 +293,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._check()
+        self._check_weights()
         self.metrics.sync()
         state = {
             "train_seconds": self.train_seconds,
@@ -341,42 +358,3 @@ class Trainer:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.parts.model.train(training)
                 set_rng_state(self.parts.model, clock)
-
-
-@contextlib.contextmanager
-def _settings(config: RunConfig) -> Iterator[None]:
-    """The process-wide settings of a run, put back at its end: threads, seed, deterministic algorithms."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    filling = memory.fill_uninitialized_memory
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    torch.manual_seed(config.train.seed)
-    # Not warn_only: on CUDA attention's backward is deterministic only where torch may refuse what is not.
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # it would write every empty tensor once more, and change no result
-    try:
-        yield
-    finally:
-        memory.fill_uninitialized_memory = filling
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.set_num_threads(threads)
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW: tensors of at least 2 dimensions decay; norms, biases and Mamba's A_log, D and dt_bias do not."""
-    decayed: list[nn.Parameter] = []
-    free: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            exempt = parameter.ndim < 2 or name.rpartition(".")[2] in _NO_DECAY
-            (free if exempt else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=device.type in ("cpu", "cuda") or None,
-    )

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from quatrain.recipe import Recipe, Report, apply
 from quatrain.telemetry import operand_snr, saved_bytes
 from quatrain.train import records
 from quatrain.train.config import RunConfig
+from quatrain.train.process import quiet_transformers
 from quatrain.train.progress import Display
 from quatrain.train.savings import linear_bytes_per_element
 
@@ -106,18 +108,36 @@ def assemble(config: RunConfig, recipe: Recipe, display: Display) -> Parts:
     """
     device = pick_device(config.train.device)
     corpus = prepare(config.data, progress=display.preparing)
-    seed = config.train.seed
-    if config.model.preset is not None:
-        model = build(config.model.preset, vocab_size=corpus.vocab_size, seed=seed)
-    else:
-        model = build_from_path(config.model.path or "", seed=seed)
+    model = _model(config, corpus.vocab_size)
     _check_fit(config, corpus.vocab_size, model)
     assets = _assets(model, corpus)
-    report = apply(model.to(device), recipe, seed=seed)
+    report = apply(model.to(device), recipe, seed=config.train.seed)
     display.say(report.summary())
     if corpus.val.windows < config.validation.sequences:
         display.say(f"the held-out text has {corpus.val.windows} sequences; validation uses all of them")
     return Parts(config, corpus, model, report, device, assets)
+
+
+def rehearse(config: RunConfig, recipe: Recipe) -> None:
+    """Whatever `assemble` can refuse without the data: the device, the model, the recipe on a model without weights.
+
+    Raises:
+        ValueError: as `assemble`.
+    """
+    pick_device(config.train.device)
+    vocabulary = config.data.vocab_size if config.data.tokenizer == "bpe" else None
+    with torch.device("meta"), warnings.catch_warnings(), quiet_transformers():
+        warnings.simplefilter("ignore")  # the run itself will say it
+        model = _model(config, vocabulary)
+        _check_fit(config, 0, model)  # how many tokens there are is known only later
+        apply(model, recipe, seed=config.train.seed)
+
+
+def _model(config: RunConfig, vocab_size: int | None) -> nn.Module:
+    """The run's model before the recipe; `vocab_size` counts for presets."""
+    if config.model.preset is not None:
+        return build(config.model.preset, vocab_size=vocab_size, seed=config.train.seed)
+    return build_from_path(config.model.path or "", seed=config.train.seed)
 
 
 def pick_device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
@@ -17,11 +18,12 @@ class Display:
         name: what is trained, for the head of the line.
         total: steps of the run.
         quiet: show nothing.
+        console: where to; standard error if None.
     """
 
-    def __init__(self, name: str, total: int, *, quiet: bool = False) -> None:
+    def __init__(self, name: str, total: int, *, quiet: bool = False, console: Console | None = None) -> None:
         self.name, self.total, self.quiet = name, total, quiet
-        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = console or Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._first: tuple[int, float] | None = None  # (step, time) when the first update came
         self._bar: Progress | None = None
         if self.console.is_terminal and not quiet:
@@ -35,7 +37,7 @@ class Display:
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._task = self._bar.add_task(name, total=total, figures="")
+            self._task = self._bar.add_task(escape(name), total=total, figures="")
 
     def __enter__(self) -> Self:
         if self._bar:

@@ -11,12 +11,13 @@ import platform
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from quatrain.files import is_signed, named, replace_file, signed
 from quatrain.recipe import Recipe, load_recipe
 from quatrain.train.config import RunConfig, load_run
 from quatrain.train.tables import flatten
@@ -29,7 +30,14 @@ CHECKPOINTS = "checkpoints"
 
 _PACKAGES = ("quatrain", "transformers", "tokenizers", "safetensors", "numpy")
 # Where a run lies is not what it computes; the recipe counts by its fingerprint, not by the name it was called by.
-_FREE_KEYS = ("out", "recipe", "data.cache")
+_FREE_KEYS = ("out", "recipe", "data.cache", "train.log_every", "checkpoint.keep")
+# What the command and a comparison take from a summary.
+_FIGURES: dict[str, type | tuple[type, ...]] = {"recipe": str, "tokens": int} | dict.fromkeys(
+    ("val_loss_first", "val_loss", "val_loss_bf16", "tokens_per_s", "saved_bytes_per_element", "quantized_mac_share"),
+    (int, float),
+)
+
+T = TypeVar("T")
 
 
 class Metrics:
@@ -40,7 +48,8 @@ class Metrics:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a+", encoding="utf-8", newline="\n")
+        self._path = path
+        self._file = path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel, however the process ends
         except OSError as error:
@@ -51,8 +60,9 @@ class Metrics:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with named(self._path):
+            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Force what was written to disk; called before a checkpoint, which must never be ahead of its records."""
@@ -60,44 +70,41 @@ class Metrics:
 
     def read(self) -> list[dict[str, Any]]:
         """Every whole record."""
-        return [record for _, record in self._lines()]
+        self._file.seek(0)
+        return [record for _, record in _records(self._file)]
 
     def rewind(self, step: int) -> None:
         """Cut off what a run that resumes at `step` will write again, and a line that was torn by a kill.
 
-        A phase that begins at `step` is recorded after the checkpoint of `step`, everything else before it.
+        A phase that begins at `step` is recorded after the checkpoint of `step`, and so is a divergence; all else
+        before it.
         """
         end = 0
-        for position, record in self._lines():
-            if record["step"] + (record["kind"] == "phase") > step:
+        self._file.seek(0)
+        for position, record in _records(self._file):
+            if record["step"] + (record["kind"] in ("phase", "diverged")) > step:
                 break
             end = position
         self._file.truncate(end)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._file.truncate(0)
 
     def close(self) -> None:
         """Release the folder."""
         self._file.close()
 
-    def _lines(self) -> list[tuple[int, dict[str, Any]]]:
-        """(offset of the line's end in bytes, record) up to the first line that is not whole."""
-        self._file.flush()
-        self._file.seek(0)
-        lines, position = [], 0
-        for line in self._file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith("\n") or not isinstance(record, dict) or not {"kind", "step"} <= set(record):
-                break
-            position += len(line.encode())
-            lines.append((position, record))
-        self._file.seek(0, os.SEEK_END)
-        return lines
+
+def _records(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset of the line's end in bytes, record) up to the first line that is not whole."""
+    position = 0
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("kind"), str)
+        if not whole or type(record.get("step")) is not int:
+            return
+        position += len(line)
+        yield position, record
 
 
 def open_folder(out: Path, config: RunConfig, recipe: Recipe, *, restart: bool = False) -> Metrics:
@@ -110,49 +117,74 @@ def open_folder(out: Path, config: RunConfig, recipe: Recipe, *, restart: bool =
         restart: remove what an earlier run left in the folder first.
 
     Raises:
-        ValueError: the folder holds another run (the differing keys are named), or a process trains in it.
+        ValueError: the folder holds another run (the differing keys are named) or files that no run wrote, or a process
+            trains in it.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"out must be a folder, and {out} cannot be one ({error}); choose another out") from error
+    check_folder(out, config, recipe, restart=restart)
+    out.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(out / METRICS)
     try:
         if restart:
-            _forget(out, metrics)
-        differing = _differences(out, config, recipe) if _begun(out, metrics) else []
-        if differing:
-            raise ValueError(
-                f"{out} holds another run; it differs in {', '.join(differing)}; choose another out, "
-                "or remove the old run with --restart"
-            )
-        write_text(out / RECIPE, recipe.to_toml())
-        write_text(out / RUN, config.to_toml())
+            _forget(out)
+        for name, text in ((RUN, config.to_toml()), (RECIPE, recipe.to_toml())):
+            if is_signed(out / name) or not (out / name).exists():
+                replace_file(out / name, signed(text))
     except BaseException:
         metrics.close()
         raise
     return metrics
 
 
+def check_folder(out: Path, config: RunConfig, recipe: Recipe, *, restart: bool = False) -> None:
+    """That this run may begin or go on in `out`; nothing is written.
+
+    Raises:
+        ValueError: as `open_folder`.
+    """
+    above = next(folder for folder in (out, *out.parents) if os.path.lexists(folder))  # noqa: PTH110 (see data.sources)
+    if not above.is_dir():
+        raise ValueError(f"out must be a folder, and {out} cannot be one, as {above} is none; choose another out")
+    _refuse_strangers(out, config, recipe)
+    differing = [] if restart or not _begun(out) else _differences(out, config, recipe)
+    if differing:
+        raise ValueError(
+            f"{out} holds another run; it differs in {', '.join(differing)}; choose another out, "
+            "or remove the old run with --restart"
+        )
+
+
 def read_summary(out: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, None before its end."""
+    """The summary of a finished run, None before its end.
+
+    Raises:
+        ValueError: the file is no summary, or one from which figures are missing.
+    """
     path = out / SUMMARY
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        summary = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        summary = None
+    known = summary if isinstance(summary, dict) else {}
+    wrong = [key for key, kind in _FIGURES.items() if not isinstance(known.get(key), kind)]
+    if wrong:
+        raise ValueError(
+            f"{path} is no summary of a run: {', '.join(wrong)} cannot be read; put the file back, or remove it to "
+            "have it written again from the last checkpoint"
+        )
+    return known
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def failure(out: Path) -> str | None:
+    """Why the run in `out` ended in a NaN or an infinity; None where it did not, or was taken up again since."""
+    records = _stored(out)
+    return str(records[-1].get("error")) if records and records[-1]["kind"] == "diverged" else None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    """Write a JSON file whole or not at all; a NaN or an infinity is refused."""
+    replace_file(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def versions() -> dict[str, str]:
@@ -189,32 +221,70 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _begun(out: Path, metrics: Metrics) -> bool:
+def _stored(out: Path) -> list[dict[str, Any]]:
+    path = out / METRICS
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return [record for _, record in _records(file)]
+
+
+def _refuse_strangers(out: Path, config: RunConfig, recipe: Recipe) -> None:
+    """Raise if the folder holds files under a run's names that no run wrote: they would be overwritten or removed.
+
+    A run signs its files; one of before that is known by its records, or by files that this run would write again.
+    """
+    if is_signed(out / RUN) or _stored(out):
+        return
+    same = {RUN: config.to_toml(), RECIPE: recipe.to_toml()}
+    names = [name for name in (RUN, RECIPE, SUMMARY, METRICS) if (out / name).exists() and not is_signed(out / name)]
+    strange = [n for n in names if n not in same or (out / n).read_bytes() != same[n].encode()]
+    if strange == [METRICS] and not (out / METRICS).stat().st_size:
+        return
+    if strange:
+        raise ValueError(
+            f"{out} holds {' and '.join(n for n in strange)}, and no run that quatrain wrote; to keep your files, "
+            "choose another out"
+        )
+
+
+def _begun(out: Path) -> bool:
     """Whether there is anything of a run to lose; one that failed before its first record left only its settings."""
-    return bool(metrics.read()) or (out / SUMMARY).exists() or any((out / CHECKPOINTS).glob("step-*"))
+    return bool(_stored(out)) or (out / SUMMARY).exists() or any((out / CHECKPOINTS).glob("step-*"))
 
 
-def _forget(out: Path, metrics: Metrics) -> None:
+def _forget(out: Path) -> None:
     """Remove what a run writes and nothing else; the summary first, so that a kill leaves no finished run behind."""
-    for name in (SUMMARY, RUN, RECIPE):
-        (out / name).unlink(missing_ok=True)
+    (out / SUMMARY).unlink(missing_ok=True)
     for pattern in ("step-*", ".tmp-*"):
         for folder in (out / CHECKPOINTS).glob(pattern):
             shutil.rmtree(folder)
-    metrics.clear()
+    os.truncate(out / METRICS, 0)
+    for name in (RUN, RECIPE):
+        (out / name).unlink(missing_ok=True)
 
 
 def _differences(out: Path, config: RunConfig, recipe: Recipe) -> list[str]:
     """The dotted keys in which the folder's run and recipe differ from these, each as `key (old -> new)`."""
     found = []
     if (out / RUN).is_file():
-        found += _compare(_resolved((out / RUN).read_text(encoding="utf-8")), tomllib.loads(config.to_toml()), "")
+        found += _compare(_read(out / RUN, _resolved), tomllib.loads(config.to_toml()), "")
     if (out / RECIPE).is_file():
-        text = (out / RECIPE).read_text(encoding="utf-8")
-        old = load_recipe(text)
+        old = _read(out / RECIPE, load_recipe)
         if old.fingerprint() != recipe.fingerprint():
             found += _compare(tomllib.loads(old.to_toml()), tomllib.loads(recipe.to_toml()), "recipe.") or ["recipe"]
     return found
+
+
+def _read(path: Path, parse: Callable[[str], T]) -> T:
+    """What `parse` makes of the file of an earlier run."""
+    try:
+        return parse(path.read_text(encoding="utf-8-sig") + "\n")  # the line break says: this is no path
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}, which an earlier run wrote, cannot be read ({error}); put it back, choose another out, or begin "
+            "anew with --restart"
+        ) from error
 
 
 def _resolved(text: str) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from quatrain.toml import format_value, unknown_key
 
 T = TypeVar("T")
 
@@ -48,15 +49,6 @@ def build(cls: type[T], table: Mapping[str, Any], where: str = "") -> T:
         if required and name not in table:
             raise ValueError(f"{_join(where, name)} is missing; give {_expected(hints[name])}")
     return cls(**{key: convert(hints[key], value, _join(where, key)) for key, value in table.items()})
-
-
-def unknown_key(key: str, valid: Iterable[str], where: str) -> str:
-    """The message for a key that does not exist: the nearest valid one, then all of them."""
-    names = list(valid)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {_join(where, near[0])}? " if near else ""
-    place = f"[{where}]" if where else "the top level"
-    return f"unknown key {_join(where, key)}; {hint}Valid keys of {place}: {', '.join(names)}"
 
 
 def convert(hint: Any, value: Any, key: str) -> Any:
@@ -127,20 +119,8 @@ def _dump_lines(value: Any, where: str) -> list[str]:
             for item in entry:
                 tables += ["", f"[[{_join(where, field.name)}]]", *_dump_lines(item, _join(where, field.name))]
         elif entry is not None and entry != ():
-            plain.append(f"{field.name} = {_toml(entry)}")
+            plain.append(f"{field.name} = {format_value(entry)}")
     return plain + tables
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _parse_value(raw: str) -> Any:
@@ -148,6 +128,8 @@ def _parse_value(raw: str) -> Any:
         table = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return raw
+    except RecursionError as error:
+        raise ValueError(f"--set takes a value, got one that is nested too deeply: {raw[:40]}...") from error
     return table["value"] if len(table) == 1 else raw
 
 

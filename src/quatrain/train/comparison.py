@@ -7,19 +7,23 @@ the 95 % interval of Student's t. A gap whose interval holds zero is not resolve
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from quatrain.files import expand
 from quatrain.nn import NonFiniteError
-from quatrain.recipe import load_recipe
+from quatrain.recipe import Recipe, load_recipe
+from quatrain.statistics import gap_percent, mean_interval
+from quatrain.train import records
 from quatrain.train.config import RunConfig, replace_in
 from quatrain.train.loop import train
-from quatrain.train.records import write_json
+from quatrain.train.parts import rehearse
 
 COMPARISON = "comparison.json"
 _FIGURES = (
@@ -116,13 +120,14 @@ class Comparison:
 
     def table(self) -> Table:
         """The rows for a terminal; every figure is the mean over seeds."""
-        table = Table(title=f"{self.tokens:,} tokens, {_count(len(self.seeds), 'seed')}", caption=self._footnote())
-        table.add_column("recipe", no_wrap=True)
+        title = f"{self.tokens:,} tokens, {_count(len(self.seeds), 'seed')}"
+        table = Table(title=title, caption=Text(self._footnote(), style="table.caption"))
+        table.add_column("recipe", overflow="fold")
         for name in ("loss", "gap %", "BF16 fwd", "tok/s", "B/act.", "MACs"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(
-                row.recipe,
+                Text(row.recipe),  # a name is no markup
                 _show(row.mean("val_loss"), ".4f"),
                 _show_gap(row),
                 _show(row.mean("val_loss_bf16"), ".4f"),
@@ -141,6 +146,9 @@ class Comparison:
             words.append("One seed: its noise is unknown, so no order between recipes can be read from it.")
         elif any(row.gap and not row.gap.resolved for row in self.rows):
             words.append(f"~ not resolved at {self.tokens:,} tokens: the 95 % interval holds zero.")
+        words += [
+            f"Diverged: {row.recipe}, seed {', '.join(map(str, row.diverged))}." for row in self.rows if row.diverged
+        ]
         return " ".join(words)
 
 
@@ -155,34 +163,69 @@ def compare(
 ) -> Comparison:
     """Train every recipe with every seed under `out`, resuming what is there, and write comparison.json.
 
+    What can be known to fail is refused before the first run begins. A run that diverged is a result and is not trained
+    again.
+
     Args:
         config: the run; its recipe, seed and folder are replaced.
         recipes: names or paths; the first is the reference.
         seeds: each recipe is trained with each of them; initial weights and data order are the seed's alone.
         out: gets one folder `<recipe>-seed<k>` a run.
-        progress: show each run, and the table at the end (on standard output).
+        progress: show each run on standard error.
         restart: remove each run that is there first.
 
     Raises:
-        ValueError: no or repeated recipes or seeds, an unknown recipe, or a folder that holds another run.
+        ValueError: no or repeated recipes or seeds, an unknown recipe or one that does not fit the model or the run, a
+            name that makes no folder, or a folder that holds another run.
         KeyboardInterrupt: after Ctrl-C; the same call resumes.
     """
-    names = _names(recipes)
-    _distinct("seeds", seeds)
-    summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for seed in seeds:  # seed by seed, so that a comparison cut short has whole pairs
-        for recipe, name in zip(recipes, names, strict=True):
-            run = replace_in(config, recipe=recipe, out=str(out / _folder(name, seed)), train__seed=seed)
-            try:
-                summaries[name].append(train(run, progress=progress, restart=restart))
-            except NonFiniteError as error:  # a result too; the other recipes go on
-                summaries[name].append({"seed": seed, "error": str(error)})
+    out = expand(out, "out")
+    runs = _plan(config, recipes, seeds, out)
+    _check(runs, out, restart=restart)
+    summaries: dict[str, list[dict[str, Any]]] = {recipe.name: [] for recipe, _ in runs}
+    for recipe, run in runs:
+        error = None if restart else records.failure(Path(run.out))
+        try:
+            summary = {} if error else train(run, recipe=recipe, progress=progress, restart=restart)
+        except NonFiniteError as failure:  # a result too; the other recipes go on
+            error = str(failure)
+        summaries[recipe.name].append({"seed": run.train.seed, "error": error} if error else summary)
     rows = _rows(summaries, seeds)
     comparison = Comparison(out, tuple(seeds), config.total_steps * config.tokens_per_step, rows)
-    write_json(out / COMPARISON, comparison.to_json())
-    if progress:
-        Console().print(comparison.table())
+    records.write_json(out / COMPARISON, comparison.to_json())
     return comparison
+
+
+def _plan(config: RunConfig, recipes: Sequence[str], seeds: Sequence[int], out: Path) -> list[tuple[Recipe, RunConfig]]:
+    """Every run with its recipe, loaded once; seed by seed, so that a comparison cut short has whole pairs."""
+    loaded = [load_recipe(recipe) for recipe in recipes]
+    names = [recipe.name for recipe in loaded]
+    _distinct("recipes", names)
+    _distinct("seeds", seeds)
+    for name in names:
+        if not re.fullmatch("[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+            raise ValueError(
+                f"a recipe's name becomes a folder of the comparison, so it is of letters, digits, '.', '_' and '-'; "
+                f"got {name!r}; change the recipe's name"
+            )
+    return [
+        (recipe, replace_in(config, recipe=source, out=str(out / _folder(recipe.name, seed)), train__seed=seed))
+        for seed in seeds
+        for source, recipe in zip(recipes, loaded, strict=True)
+    ]
+
+
+def _check(runs: Sequence[tuple[Recipe, RunConfig]], out: Path, *, restart: bool) -> None:
+    """Raise now what would otherwise be raised hours into the comparison."""
+    if any((out / name).exists() for name in (records.METRICS, records.SUMMARY)):
+        raise ValueError(f"{out} is the folder of a run itself; choose another out for the comparison")
+    for recipe, run in runs:
+        run.phases_of(recipe)
+        records.check_folder(Path(run.out), run, recipe, restart=restart)
+        if not restart:
+            records.read_summary(Path(run.out))
+    for recipe, run in runs[: len({recipe.name for recipe, _ in runs})]:
+        rehearse(run, recipe)
 
 
 def _rows(summaries: dict[str, list[dict[str, Any]]], seeds: Sequence[int]) -> tuple[Row, ...]:
@@ -205,47 +248,8 @@ def paired_gap(losses: Sequence[float], reference: Sequence[float]) -> Gap:
         raise ValueError(
             f"a gap pairs losses seed by seed, got {len(losses)} and {len(reference)}; give both for each seed"
         )
-    percent = tuple(100.0 * (loss / base - 1.0) for loss, base in zip(losses, reference, strict=True))
-    n = len(percent)
-    mean = math.fsum(percent) / n
-    if n < 2:
-        return Gap(percent, mean, None)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in percent) / (n - 1))
-    return Gap(percent, mean, t_quantile(n - 1) * deviation / math.sqrt(n))
-
-
-def t_quantile(freedom: int, level: float = 0.95) -> float:
-    """The t with P(|T| < t) = `level` for Student's T with `freedom` degrees of freedom, by bisection.
-
-    The distribution is Abramowitz and Stegun 26.7.3 and 26.7.4, exact for whole degrees of freedom.
-    """
-    low, high = 0.0, 1.0
-    while _t_inside(high, freedom) < level:
-        high *= 2.0
-    for _ in range(80):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if _t_inside(middle, freedom) < level else (low, middle)
-    return 0.5 * (low + high)
-
-
-def _t_inside(t: float, freedom: int) -> float:
-    """P(|T| < t)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, odd = math.cos(angle), freedom % 2
-    term = total = cosine if odd else 1.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= cosine * cosine * (k - 1) / k
-        total += term
-    if not odd:
-        return math.sin(angle) * total
-    return 2.0 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
-
-
-def _names(recipes: Sequence[str]) -> list[str]:
-    """The recipes' own names, all loaded before the first run starts."""
-    names = [load_recipe(recipe).name for recipe in recipes]
-    _distinct("recipes", names)
-    return names
+    percent = tuple(gap_percent(loss, base) for loss, base in zip(losses, reference, strict=True))
+    return Gap(percent, *mean_interval(percent))
 
 
 def _distinct(what: str, values: Sequence[object]) -> None:
@@ -261,7 +265,7 @@ def _folder(recipe: str, seed: int) -> str:
 
 def _show_gap(row: Row) -> str:
     if row.diverged:
-        return "diverged, seed " + ", ".join(map(str, row.diverged))
+        return "diverged"
     if row.gap is None:
         return "-"
     if row.gap.half_width is None:
