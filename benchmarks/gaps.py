@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=114_688)
     parser.add_argument("--out", type=Path, default=Path("runs/gaps"))
     options = parser.parse_args()
-    names = ["bf16", *(n for n in recipe_names() if n not in ("bf16", "nvfp4-12b"))]  # 12b: block counts for 62 blocks
+    names = ["bf16", *(n for n in recipe_names() if n != "bf16")]
     config = load_run(ROOT / "examples" / "demo.toml", [f"train.tokens={options.tokens}"])
     found = compare(config, names, seeds=options.seeds, out=options.out)
     write_report(found.folders, options.out / "report.html", baseline="bf16")
