@@ -479,7 +479,7 @@ def test_find_runs(runs, tmp_path):
         find_runs(tmp_path / "nowhere")
 
 
-# ------------------------------------------------------------------------------------------------------- small helpers
+# ------------------------------------------------------------------------------------------------------- small tools
 def test_short_names_are_short_and_distinct():
     short = short_names(MODULES)
     assert short[0] == "0 in_proj" and short[-1] == "11 out_proj" and len(set(short)) == len(MODULES)
