@@ -338,3 +338,8 @@ def test_a_converted_mamba_model_can_be_copied_and_saved_whole(tmp_path) -> None
     ids = torch.randint(0, 128, (1, 32))
     assert torch.equal(twin(input_ids=ids).logits, model(input_ids=ids).logits)
     torch.save(model, tmp_path / "whole.pt")
+
+
+def test_phases_are_mentioned_to_whoever_runs_the_loop() -> None:
+    text = qt.load_recipe(PLAIN).to_toml() + '\n[[phase]]\nat = 0.8\nbf16 = "forward"\n'
+    assert any("set_precision" in note for note in qt.apply(Model(), text).notes)

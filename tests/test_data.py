@@ -470,9 +470,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
 def test_too_little_text(tmp_path):
     path = tmp_path / "docs.txt"
     path.write_text("one document\nof two lines\n")
-    with pytest.raises(
-        ValueError, match=r"both hold documents; received 1 for training and 0 held out.*; add documents"
-    ):
+    with pytest.raises(ValueError, match=r"one sequence at least, 17 tokens; received \d+ tokens in"):
         prepare(config(tmp_path, path))
     path.write_text("\n<|endoftext|>\n".join(texts(20, 12)))
     with pytest.raises(
@@ -615,3 +613,25 @@ def test_odd_parquet(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": raw.view(pyarrow.string())}), path)
     with pytest.raises(ValueError, match=r"text is UTF-8; received byte 0xff in '.*docs.parquet', row 2"):
         list(read(find(DataConfig(path=str(path)))))
+
+
+def test_a_single_document_is_cut_and_its_end_held_out(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("\n".join(texts(30)), encoding="utf-8")
+    corpus = prepare(config(tmp_path, path, validation_fraction=0.1))
+    assert corpus.documents == (1, 1)
+    share = corpus.val.count / (corpus.val.count + corpus.train.count)
+    assert 0.08 < share < 0.12
+    end = corpus.tokenizer.decode(corpus.val.tokens[-40:-1].tolist())
+    assert path.read_text(encoding="utf-8").endswith(end.strip())
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+def test_a_few_documents_always_fill_both_sides(tmp_path, fraction):
+    folder = tmp_path / "few"
+    folder.mkdir()
+    for i, text in enumerate(texts(3)):
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    corpus = prepare(config(tmp_path, folder, validation_fraction=fraction))
+    assert sorted(corpus.documents) == [1, 2]
+    assert corpus.fingerprint == prepare(config(tmp_path, folder, validation_fraction=fraction)).fingerprint

@@ -77,6 +77,10 @@ def test_load_refuses_what_is_not_whole(tmp_path) -> None:
         qt.QTensor.load(path)
     from safetensors.torch import save_file
 
+    save_file({"weight": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="holds no quantized tensor"):
+        qt.QTensor.load(path)
+
     save_file({"codes": torch.zeros(1)}, path, metadata={"quatrain": "99"})
     with pytest.raises(ValueError, match="file version 1, received version '99'"):
         qt.QTensor.load(path)
@@ -99,6 +103,11 @@ def test_dequantize_crops_only_after_the_inverse() -> None:
     back = q.dequantize(inverse=True)
     assert 0.05 < float((back - x).norm() / x.norm()) < 0.13
     assert q.dequantize(torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_prints_short() -> None:
+    text = repr(qt.quantize(torch.randn(64, 64), "nvfp4"))
+    assert "shape=(64, 64), 4.5 bits" in text and len(text) < 300
 
 
 def test_bytes() -> None:

@@ -266,6 +266,8 @@ def test_bad_arguments() -> None:
         qt.quantize(torch.tensor(1.0), "nvfp4")
     with pytest.raises(ValueError, match=r"floating dtype, received torch.int64"):
         qt.quantize(torch.arange(16), "nvfp4")
+    with pytest.raises(ValueError, match="takes a torch tensor, received ndarray"):
+        qt.quantize(x.numpy(), "nvfp4")
     with pytest.raises(ValueError, match="nonfinite must be one of"):
         qt.quantize(x, "nvfp4", nonfinite="ignore")
     with pytest.raises(ValueError, match="backend must be one of"):

@@ -83,3 +83,15 @@ def test_the_demo_is_large_enough_to_mean_something() -> None:
     for name in names[1:]:
         report = qt.apply(build(config.model.preset, vocab_size=config.data.vocab_size), name)
         assert report.quantized_mac_share_with_head >= 0.75, name
+
+
+def test_the_reference_page_is_valid() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    recipe, run = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.S | re.M)
+    assert qt.load_recipe(recipe).linear.fprop_input.error == "mse"
+    config = load_run(run)
+    assert config.phase[0].resolve().step == 100
+    for table, value in vars(config).items():  # every key of every table is on the page
+        for key in getattr(value, "__dataclass_fields__", {}):
+            if (table, key) not in (("model", "path"), ("train", "steps"), ("optimizer", "name")):
+                assert re.search(rf"^{key} = ", run, flags=re.M), f"{table}.{key}"

@@ -93,6 +93,10 @@ def test_fingerprint_is_of_the_resolved_numbers() -> None:
         ("[[phase]]\nat = { step = 5 }", "put it in the run file"),
         ("[[phase]]\nat = 0.5\nto = 1", r"unknown key 'to' in \[\[phase\]\]"),
         ("[linear]\nwgrad.input = { format = 'nvfp4', transform = 'hadamard' }", "same transform"),
+        (
+            "[linear]\nfprop.input = { format = 'nvfp4', error = 'mse' }",
+            "only scale = .four-over-six. and .search. have",
+        ),
         ("a = [", "must be TOML"),
         ("name = 3", "name must be text"),
     ],
@@ -100,6 +104,12 @@ def test_fingerprint_is_of_the_resolved_numbers() -> None:
 def test_strict(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         qt.load_recipe(text)
+
+
+def test_a_file_without_a_name_takes_its_own(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[linear]\nfprop.input = "nvfp4"\n')
+    assert qt.load_recipe(path).name == "mine"
 
 
 def test_names_and_paths() -> None:

@@ -91,8 +91,41 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
 
 def held_out(document: str, fraction: float) -> bool:
     """Whether the document of this id belongs to the validation side, which holds about `fraction` of all."""
-    digest = hashlib.sha256(f"held out? {document}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+    return _draw(document) < fraction * 2**64
+
+
+def _draw(document: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"held out? {document}".encode()).digest()[:8], "big")
+
+
+def _divided(config: DataConfig, source: Source) -> Iterator[tuple[Document, bool]]:
+    """Every document with its side, True for held out.
+
+    By the hash of the id. Where that would leave a side empty, the document with the lowest (highest) hash changes
+    sides; a single document is cut in two, its end held out.
+    """
+    fraction = config.validation_fraction
+    ids, sides = [], set()
+    for document in read(source):  # stops early: among a hundred documents both sides have usually been seen
+        ids.append(document.id)
+        sides.add(held_out(document.id, fraction))
+        if len(sides) == 2:
+            break
+    moved = None if len(sides) == 2 or not ids else max(ids, key=_draw) if True in sides else min(ids, key=_draw)
+    for document in read(source):
+        if len(ids) == 1:
+            yield from _cut(document, fraction)
+        else:
+            yield document, held_out(document.id, fraction) != (document.id == moved)
+
+
+def _cut(document: Document, fraction: float) -> Iterator[tuple[Document, bool]]:
+    """The beginning to train on and the end held out, parted after a line if there is one in the last stretch."""
+    text = document.text
+    at = round(len(text) * (1 - fraction))
+    at = text.rfind("\n", at // 2, at) + 1 or at
+    yield Document(document.id, text[:at], document.position), False
+    yield Document(document.id, text[at:], document.position), True
 
 
 def _tokenizer(config: DataConfig, source: Source, cache: Path, report: Progress) -> DocumentTokenizer:
@@ -111,8 +144,8 @@ def _tokenizer(config: DataConfig, source: Source, cache: Path, report: Progress
 
 
 def _training_texts(config: DataConfig, source: Source, report: Progress) -> Iterator[str]:
-    for document in read(source):
-        if not held_out(document.id, config.validation_fraction):
+    for document, held in _divided(config, source):
+        if not held:
             report("tokenizer", min(0.9, document.position))  # the merges come after the last text
             yield document.text
 
@@ -125,11 +158,11 @@ def _tokenise(
     report("tokens", 0.0)
     with temporary_beside(paths[0]) as train, temporary_beside(paths[1]) as val:
         writers = [TokenWriter(file, tokenizer.size) for file in (train, val)]
-        for batch in _batches(_pieces(read(source))):
+        for batch in _batches(_pieces(_divided(config, source))):
             texts = [piece.text for piece in batch]
             encodings = tokenizer.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for piece, encoding in zip(batch, encodings, strict=True):
-                side = writers[held_out(piece.document.id, config.validation_fraction)]
+                side = writers[piece.held]
                 side.add(encoding.ids, len(piece.text.encode()))
                 if piece.last:
                     side.end_document(tokenizer.end)
@@ -148,22 +181,23 @@ def _tokenise(
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part of a document, all of it up to `PIECE` characters; last: whether the document ends with it."""
+    """Part of a document, all of it up to `PIECE` characters; held: its side; last: whether the document ends here."""
 
     document: Document
+    held: bool
     text: str
     last: bool
 
 
-def _pieces(documents: Iterator[Document]) -> Iterator[_Piece]:
+def _pieces(documents: Iterator[tuple[Document, bool]]) -> Iterator[_Piece]:
     """Documents, cut after a line wherever one would pass `PIECE` characters."""
-    for document in documents:
+    for document, held in documents:
         text, start = document.text, 0
         while len(text) - start > PIECE:
             end = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
-            yield _Piece(document, text[start:end], False)
+            yield _Piece(document, held, text[start:end], False)
             start = end
-        yield _Piece(document, text[start:], True)
+        yield _Piece(document, held, text[start:], True)
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:

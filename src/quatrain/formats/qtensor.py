@@ -42,6 +42,10 @@ class QTensor:
     shape: torch.Size
     spec: QuantSpec
 
+    def __repr__(self) -> str:
+        bits = self.spec.bits_per_element
+        return f"QTensor(shape={tuple(self.shape)}, {bits:g} bits, device={self.codes.device}, {self.spec})"
+
     @property
     def tensor_scale(self) -> Tensor:
         """fp32 [1]: amax / constant, the factor a GEMM applies to its accumulator; 1 for formats without one."""
@@ -126,7 +130,9 @@ class QTensor:
                 tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118 (not a dict)
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole safetensors file ({error}); write it again") from error
-        if meta.get("quatrain") != FILE_VERSION:
+        if "quatrain" not in meta:
+            raise ValueError(f"{path} is a safetensors file, but holds no quantized tensor that QTensor.save wrote")
+        if meta["quatrain"] != FILE_VERSION:
             raise ValueError(
                 f"{path} must hold a quantized tensor of file version {FILE_VERSION}, "
                 f"received version {meta.get('quatrain')!r}; use a matching release of quatrain"

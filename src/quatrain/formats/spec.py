@@ -134,6 +134,11 @@ class QuantSpec:
         if unknown:
             raise ValueError(f"unknown key {unknown[0]!r} in a quantization row; valid keys: {', '.join(valid)}")
         values = dict(data)
+        if "error" in values and values.get("scale") not in ("four-over-six", "search"):
+            raise ValueError(
+                f'error = {values["error"]!r} chooses between candidate scales, which only scale = "four-over-six" and '
+                f'"search" have, received scale = {values.get("scale", "default")!r}; add one or leave it out'
+            )
         if isinstance(values.get("block"), list):
             values["block"] = tuple(values["block"])
         if isinstance(values.get("transform"), dict):

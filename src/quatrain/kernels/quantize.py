@@ -78,6 +78,8 @@ def quantize(
 
 
 def _check_input(x: Tensor, nonfinite: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"quantize takes a torch tensor, received {type(x).__name__}; use torch.as_tensor(x)")
     if x.dim() == 0:
         raise ValueError("quantize needs at least one dimension, received a 0-d tensor; use x.reshape(1)")
     if not x.is_floating_point():

@@ -215,7 +215,8 @@ class _Plan:
         if not self.blocks:
             raise ValueError(
                 "keep rules by first, last or share need the model's list of blocks, and no nn.ModuleList holds "
-                'nn.Linear layers; name it with keep.blocks = "path.to.list"'
+                'nn.Linear layers; name it with keep.blocks = "path.to.list" in a recipe '
+                "of your own, or take a recipe without such rules (nvfp4-plain)"
             )
         weights = [self._block_macs(block) for block in self.blocks]
         last = max(keep.last_blocks, _blocks_for_share(weights, keep.last_share))
@@ -258,6 +259,8 @@ class _Plan:
 
     def _notes(self, total: int) -> list[str]:
         notes = []
+        if self.recipe.phases:
+            notes.append("its phases are the trainer's to switch; in a loop of your own call quatrain.set_precision")
         if self.recipe.keep.counts_blocks and self.recipe.quantizes:
             notes.append(f"blocks: {self.blocks[0].rpartition('.')[0]} ({len(self.blocks)})")
         if self.experts and total:

@@ -150,6 +150,8 @@ def load_recipe(source: str | Path | Recipe) -> Recipe:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{where} must be TOML, received text that does not parse: {error}") from error
+    if where.endswith(".toml"):
+        data.setdefault("name", Path(where).stem)
     try:
         return _recipe_from_dict(data)
     except (ValueError, TypeError) as error:

@@ -131,15 +131,15 @@ def _phases(group: Group) -> list[dict[str, Any]]:
     run = group.full[0] if group.full else None
     found = []
     for step, bf16 in run.phases if run else ():
-        before = [p for p in run.validation if p.step <= step and math.isfinite(p.loss)] if run else []
-        if before:
+        spot = _on_curve(run, step) if run else None
+        if spot is not None:
             text = _text(f"{group.label}: BF16 {bf16} from step {step}")
             ring = {"color": colour(group.index), "symbol": "circle-open", "size": 15, "line": {"width": 2}}
             found.append(
                 _line(
                     group,
-                    [before[-1].tokens],
-                    [before[-1].loss],
+                    [spot[0]],
+                    [spot[1]],
                     mode="markers",
                     marker=ring,
                     name="",
@@ -147,6 +147,18 @@ def _phases(group: Group) -> list[dict[str, Any]]:
                 )
             )
     return found
+
+
+def _on_curve(run: Run, step: int) -> tuple[float, float] | None:
+    """(tokens, loss) where a run's validation curve passes `step`, between the points on either side of it."""
+    points = [p for p in run.validation if math.isfinite(p.loss)]
+    left = [p for p in points if p.step <= step]
+    right = [p for p in points if p.step >= step]
+    if not left:
+        return None
+    a, b = left[-1], right[0] if right else left[-1]
+    share = (step - a.step) / (b.step - a.step) if b.step > a.step else 0.0
+    return a.tokens + share * (b.tokens - a.tokens), a.loss + share * (b.loss - a.loss)
 
 
 def loss_figure(groups: Sequence[Group]) -> Figure | None:
