@@ -15,8 +15,8 @@ class DataConfig:
     vocab_size: tokens of "bpe"; a tokenizer from a path has its own. sequence_length: tokens that a model sees at
     once. text_key: the text's key in .jsonl, its column in .parquet. validation_fraction: share of documents held
     out, by the hash of the document's id (a single document is cut, its end held out). max_bytes: UTF-8 bytes of
-    text to read at most, 0 or None for all; files are
-    taken in the order of the hash of their path inside `path`. cache: folder for tokenizers and token files.
+    text to read at most, 0 or None for all; files are taken in the order of the hash of their path inside `path`.
+    cache: folder for tokenizers and token files.
 
     Raises ValueError when a value breaks its rule.
     """
