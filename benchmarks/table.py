@@ -70,6 +70,48 @@ def gap_cell(row: dict[str, Any]) -> str:
     return f"{row['median']:+.2f} ± {half:.2f}{'' if row['resolved'] else ', not resolved'}"
 
 
+def gpu_table() -> str:
+    """GPU figures with their bars, those that were missed and those not measured included."""
+    record = load("gpu_h200")
+    if record is None:
+        return "Not measured yet: `python benchmarks/gpu.py` on a GPU."
+    lines = ["| work | quatrain | peer or limit | ratio | bar | |", "|---|---|---|---|---|---|"]
+    rows = [row for row in record["rows"] if row["bar"] is not None]
+    for row in rows:
+        unit = row["unit"].split(";")[0]
+        peer = "-" if row["peer"] is None else f"{number(row['peer'])} {unit} ({row.get('peer_name', 'peer')})"
+        ours, bar = f"{number(row['ours'])} {unit}", f"{row['direction']} {number(row['bar'])}"
+        lines.append(f"| {row['work']} | {ours} | {peer} | {gpu_ratio(row)} | {bar} | {verdict(row)} |")
+    missing = [f"Not measured: {', '.join(record['missing'])}."] if record["missing"] else []
+    commits = sorted({str(row["commit"])[:9] for row in rows})
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    facts = f"{record['device']}, driver {record['driver']}; {versions}; commit {', '.join(commits)}"
+    return "\n".join([*lines, "", *missing, f"{facts}; [record](benchmarks/results/gpu_h200.json)."])
+
+
+def gpu_ratio(row: dict[str, Any]) -> str:
+    """The key with its range where it is a ratio, else ours over the peer's."""
+    if "key is the ratio" in row["unit"]:
+        spread = "" if row["min"] == row["max"] else f" ({row['min']:.3g}-{row['max']:.3g})"
+        return f"**{row['median']:.3g}x**{spread}"
+    return f"{row['ours'] / row['peer']:.2f}x" if row["peer"] else "-"
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Whether the bar of a row is met, in words; nothing for a row without a bar."""
+    if row.get("bar") is None:
+        return ""
+    sign = 1 if row["direction"] == "at least" else -1
+    if row["stretch"] is not None and sign * row["median"] >= sign * row["stretch"]:
+        return f"met, and the stretch of {number(row['stretch'])}"
+    return "met" if sign * row["median"] >= sign * row["bar"] else "missed"
+
+
+def number(value: float) -> str:
+    """Up to four significant digits; thousands with commas."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
 def shown(value: float | None, form: str) -> str:
     """A number, or a dash."""
     return "-" if value is None else format(value, form)
@@ -77,7 +119,7 @@ def shown(value: float | None, form: str) -> str:
 
 def filled(text: str) -> str:
     """The README's text with its tables made anew."""
-    for name, make in (("speed", speed_table), ("gaps", gap_table)):
+    for name, make in (("speed", speed_table), ("gpu", gpu_table), ("gaps", gap_table)):
         begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
         if begin not in text or end not in text:
             raise ValueError(f"README.md must hold the markers {begin} and {end}")

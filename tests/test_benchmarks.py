@@ -1,13 +1,17 @@
 """Records and tables: what is missing is said, what diverged is not dropped."""
 
+import argparse
 import importlib.util
 import json
 import math
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
+from quatrain.kernels.quantize import quantize_reference
 from quatrain.train.comparison import Comparison, Gap, Row
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -17,6 +21,7 @@ def load(name, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     return module
 
@@ -24,7 +29,7 @@ def load(name, monkeypatch):
 def test_tables_without_records(tmp_path, monkeypatch):
     table = load("table", monkeypatch)
     readme = tmp_path / "README.md"
-    empty = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in ("speed", "gaps"))
+    empty = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in ("speed", "gpu", "gaps"))
     readme.write_text(empty)
     monkeypatch.setattr(table, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(table, "README", readme)
@@ -32,6 +37,7 @@ def test_tables_without_records(tmp_path, monkeypatch):
     table.main()
     assert "Not measured yet: `make bench`." in readme.read_text()
     assert "Not measured yet: `make gaps`." in readme.read_text()
+    assert "Not measured yet: `python benchmarks/gpu.py` on a GPU." in readme.read_text()
     assert json.loads((tmp_path / "results" / "summary.json").read_text()) == {}
 
 
@@ -78,3 +84,177 @@ def test_a_changed_tree_is_marked(monkeypatch, status, mark):
 def test_rounding_of_what_is_missing(monkeypatch):
     gaps = load("gaps", monkeypatch)
     assert gaps.rounded(math.nan) is None and gaps.rounded(None) is None and gaps.rounded(1.23456, 2) == 1.23
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The GPU scripts as on a machine without one, timing single calls and compiling nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    measure = load("measure", monkeypatch)
+    monkeypatch.setitem(sys.modules, "measure", measure)
+    monkeypatch.setattr(measure, "ROUNDS", 2)
+    return monkeypatch
+
+
+def by_key(path):
+    return {row["key"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def pair(x, row, column, row_key, column_key, amax=None, decoded=(False, False)):
+    """The contract of the Triton twin, from the reference."""
+    made = []
+    for value, spec, key, plain in ((x, row, row_key, decoded[0]), (x.t(), column, column_key, decoded[1])):
+        parts = None if spec is None else quantize_reference(value, spec, key)
+        made.append((value.contiguous(), None, parts[2]) if parts and plain else parts)
+    return tuple(made)
+
+
+def test_gpu_quantize_records_ours_where_the_peers_are_missing(tmp_path, on_cpu):
+    on_cpu.setitem(sys.modules, "quatrain.kernels.quantize_triton", types.SimpleNamespace(quantize_pair=pair))
+    for name in ("torchao", "fouroversix"):
+        on_cpu.setitem(sys.modules, name, None)
+    script = load("gpu_quantize", on_cpu)
+    argv = ["gpu_quantize.py", "--out", str(tmp_path), "--size", "64", "--torchao-size", "32", "--commit", "abc"]
+    on_cpu.setattr(sys, "argv", argv)
+    script.main()
+    record = json.loads((tmp_path / "gpu_quantize.json").read_text())
+    rows = by_key(tmp_path / "gpu_quantize.json")
+    assert {"quantize_rn_tbps", "quantize_sr_tbps", "quantize_46_tbps", "quantize_rowcol_tbps"} <= set(rows)
+    assert rows["quantize_rn_tbps"]["bytes"] == 64 * 64 * (2 + 0.5 + 1 / 16)
+    assert rows["quantize_rowcol_tbps"]["bytes"] == 64 * 64 * (2 + 2 * (0.5 + 1 / 16))
+    assert rows["quantize_rn_decoded_tbps"]["bytes"] == 64 * 64 * 4
+    slower = max(rows["quantize_46_mse_over_rn"]["median"], rows["quantize_46_mae_over_rn"]["median"])
+    assert rows["quantize_46_over_rn"]["median"] == slower
+    assert rows["quantize_sr_tbps"]["bar"] == 2.9 and record["commit"] == "abc" and record["trial"]
+    assert {"quantize_vs_torchao", "quantize_46_vs_fouroversix", "quantize_sr_rht_vs_fouroversix"} <= set(
+        record["failed"]
+    )
+    assert "Error" in record["failed"]["quantize_vs_torchao"]
+
+
+def test_gpu_linear_runs_small(tmp_path, on_cpu):
+    script = load("gpu_linear", on_cpu)
+    argv = ["gpu_linear.py", "--out", str(tmp_path), "--tokens", "64", "--shrink", "64", "--commit", "abc"]
+    on_cpu.setattr(sys, "argv", argv)
+    script.main()
+    record, rows = json.loads((tmp_path / "gpu_linear.json").read_text()), by_key(tmp_path / "gpu_linear.json")
+    assert record["failed"] == {}
+    assert {f"linear_{n}_vs_bf16{s}" for n in (4096, 14336) for s in ("", "_fresh_weight", "_compiled")} <= set(rows)
+    assert rows["linear_saved_bytes"]["ours"] < 0.7 and rows["linear_saved_bytes"]["peer"] == 2.0
+    assert 0 < rows["linear_4096_vs_bf16"]["gradient_errors"]["weight"] < 0.3
+
+
+def test_gpu_model_trains_both_and_compares(on_cpu):
+    script = load("gpu_model", on_cpu)
+    runs = {name: script.train(name, script.TINY, 3, 1, None) for name in ("bf16-eager", "nvfp4-eager")}
+    assert all(run["last_loss"] < run["losses"][0] for run in runs.values())
+    assert "quantized_mac_share" not in runs["bf16-eager"] and runs["nvfp4-eager"]["quantized_mac_share"] == 1.0
+    assert list(script.rows("compiled", script.TINY, runs)) == []
+    (row,) = script.rows("eager", script.TINY, runs)  # a CPU tells no peak memory
+    assert row["key"] == "model_1b_step_vs_bf16_eager" and row["repeats"] == 3 and row["linears"] == [28, 29]
+    for run in runs.values():
+        run["peak_gib"] = 2.0 if "linears" in run else 4.0
+    assert [r["median"] for r in script.rows("eager", script.TINY, runs)][1] == 0.5
+
+
+def test_gpu_model_reports_a_variant_that_ends_badly(tmp_path, on_cpu):
+    script = load("gpu_model", on_cpu)
+    options = argparse.Namespace(out=tmp_path, steps=1, warmup=0, layers=None, tiny=True, profile=False, timeout=0.05)
+    with pytest.raises(RuntimeError, match=r"bf16-eager took longer than 0\.05 s"):
+        script.run_apart("bf16-eager", options)
+    on_cpu.setattr(script, "__file__", str(tmp_path / "absent.py"))
+    options.timeout = 60.0
+    with pytest.raises(RuntimeError, match="ended with code 2"):
+        script.run_apart("bf16-eager", options)
+
+
+def test_the_slowest_kernels_come_first(on_cpu):
+    text = load("gpu_model", on_cpu).kernel_table([("a", 4, 1000.0), ("b", 2, 3000.0)], "nvfp4-compiled").splitlines()
+    assert text[0] == "nvfp4-compiled: 2.00 ms of kernels a step"
+    assert text[2].split() == ["1.500", "75.0", "1", "b"] and text[3].split() == ["0.500", "25.0", "2", "a"]
+
+
+def test_a_recorder_keeps_what_was_measured(tmp_path, on_cpu):
+    measure = sys.modules["measure"]
+    row = {"key": "quantize_sr_tbps", "work": "w", "ours": 3.0, "peer": 4.0, "unit": "TB/s", "median": 3.0}
+    path = tmp_path / "gpu_quantize.json"
+    recorder = measure.Recorder(path, "abc")
+    recorder.run(("quantize_sr_tbps",), lambda: [row])
+    recorder.run(("x", "y"), lambda: 1 / 0)
+    assert json.loads(path.read_text())["failed"] == dict.fromkeys("xy", "ZeroDivisionError: division by zero")
+    assert "met" in recorder.summary() and "FAILED" in recorder.summary()
+    again = measure.Recorder(path, "abc")
+    again.run(("quantize_sr_tbps",), lambda: 1 / 0)  # measured already
+    assert again.rows["quantize_sr_tbps"]["median"] == 3.0 and again.failed == {}
+    assert measure.Recorder(path, "abd").rows == {}
+
+
+def section(device="NVIDIA H200", commit="new", failed=None, **medians):
+    rows = [
+        {
+            "key": key, "work": key.replace("_", " "), "ours": value, "peer": 4.0, "peer_name": "device copy",
+            "unit": "TB/s" if key.endswith("tbps") else "ms; key is the ratio",
+            "median": value, "min": value - 0.1, "max": value + 0.1, "repeats": 5,
+        }
+        for key, value in medians.items()
+    ]  # fmt: skip
+    head = {
+        "device": device,
+        "driver": "580",
+        "versions": {"torch": "2.11.0"},
+        "commit": commit,
+        "date": "d",
+        "seed": 0,
+    }
+    return head | {"rows": rows, "failed": failed or {}}
+
+
+def test_a_section_replaces_its_keys_and_no_others(tmp_path, on_cpu):
+    gpu = load("gpu", on_cpu)
+    old = gpu.merged(None, [section(commit="old", quantize_rn_tbps=3.0, linear_4096_vs_bf16=1.3, extra=1.0)])
+    assert "quantize_sr_tbps" in old["missing"]
+    failed = {"quantize_sr_tbps": "RuntimeError: x", "quantize_rn_tbps": "RuntimeError: y"}
+    (tmp_path / "gpu_quantize.json").write_text(json.dumps(section(failed=failed, quantize_46_tbps=2.1)))
+    (tmp_path / "gpu_linear.json").write_text(json.dumps(section(linear_4096_vs_bf16=1.1)))
+    (tmp_path / "gpu_model.json").write_text(json.dumps(section(model_1b_step_vs_bf16=0.1) | {"trial": True}))
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(old))
+    new = gpu.write_record(tmp_path, path)
+    assert json.loads(path.read_text()) == new
+    assert [row["key"] for row in new["rows"]] == [
+        "quantize_rn_tbps", "quantize_46_tbps", "linear_4096_vs_bf16", "extra",
+    ]  # fmt: skip
+    assert [row["commit"] for row in new["rows"]] == ["old", "new", "new", "old"]
+    assert new["failed"] == failed  # and the older figure of the one stays
+    assert "not measured" in gpu.table(new) and "FAILED" in gpu.table(new)
+    assert gpu.merged(new, [section(quantize_sr_tbps=3.0)])["failed"] == {"quantize_rn_tbps": "RuntimeError: y"}
+    with pytest.raises(ValueError, match="a record holds one device, received 'L4' for 'NVIDIA H200'"):
+        gpu.merged(new, [section(device="L4")])
+    assert gpu.default_record("NVIDIA H200").name == "gpu_h200.json"
+
+
+def test_a_section_ends_when_its_time_is_over(tmp_path, on_cpu):
+    gpu = load("gpu", on_cpu)
+    on_cpu.setattr(gpu, "FOLDER", tmp_path)
+    (tmp_path / "gpu_linear.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "gpu_model.py").write_text("raise SystemExit(3)")
+    assert gpu.run_section("quantize", tmp_path, None, 5, []) == "there is no gpu_quantize.py"
+    assert gpu.run_section("linear", tmp_path, "abc", 0.2, []) == "ended after 0 s"
+    assert gpu.run_section("model", tmp_path, "abc", 30, ["--profile"]) == "ended with code 3"
+
+
+def test_the_gpu_table_says_what_was_missed(tmp_path, on_cpu):
+    gpu, table = load("gpu", on_cpu), load("table", on_cpu)
+    found = section(quantize_rn_tbps=3.5, quantize_sr_tbps=2.0, linear_4096_vs_bf16=1.1, extra=1.0)
+    (tmp_path / "gpu_h200.json").write_text(json.dumps(gpu.merged(None, [found])))
+    on_cpu.setattr(table, "RESULTS", tmp_path)
+    text = table.gpu_table()
+    copy = "4 TB/s (device copy)"
+    assert f"| quantize rn tbps | 3.5 TB/s | {copy} | 0.88x | at least 3.4 | met |" in text
+    assert f"| quantize sr tbps | 2 TB/s | {copy} | 0.50x | at least 2.9 | missed |" in text
+    line = "| linear 4096 vs bf16 | 1.1 ms | 4 ms (device copy) | **1.1x** (1-1.2) | at most 1.2 |"
+    assert f"{line} met, and the stretch of 1.12 |" in text
+    assert "extra" not in text and "Not measured: quantize_46_tbps, " in text
+    assert "NVIDIA H200, driver 580; torch 2.11.0; commit new; [record](benchmarks/results/gpu_h200.json)." in text
+    assert table.summary()["extra"] == 1.0

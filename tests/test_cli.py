@@ -217,6 +217,33 @@ def test_doctor_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "quantize on cpu" in out and "compiled CPU twin" in out and "emulated" in out
 
 
+def test_doctor_names_devices_and_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine with two GPUs, one old and one new, and on one without Triton and compiler."""
+    import torch
+
+    from quatrain.kernels import cublaslt
+
+    capabilities = [(9, 0), (10, 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {torch.device(device).index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[torch.device(device).index])
+    monkeypatch.setattr(cublaslt, "obstacle", lambda device: None)
+    code, out, _ = call(capsys, "doctor")
+    lines = {line.split("  ")[0]: line for line in out.splitlines() if not line.startswith(" ")}
+    assert code == 0 and torch.__version__ in lines["torch"] and "compiler" in out
+    assert "capability 9.0" in lines["cuda:0"] and "GPU 1" in lines["cuda:1"] and "quantize on cuda:1" in lines
+    assert "blackwell" in lines["matmul on cuda:1"] and "blackwell" not in lines["matmul on cuda:0"]
+    assert "cuBLASLt" in out and "GPU 0 has 9.0" in out and "never run on such hardware" in out
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(commands.shutil, "which", lambda name: None)
+    code, out, _ = call(capsys, "doctor")
+    lines = {line.split("  ")[0]: line.split()[1] for line in out.splitlines()}
+    assert code == 0 and lines["triton"] == "no" and "none of g++, clang++, c++ on the PATH" in out
+
+
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     real = commands.importlib.util.find_spec
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda n: None if n == "plotly" else real(n))

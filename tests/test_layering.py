@@ -62,7 +62,10 @@ def test_core_needs_three_packages(path: Path) -> None:
         return
     for name in imports(path):
         top = name.split(".")[0]
-        assert top in CORE_PACKAGES or top in sys.stdlib_module_names, f"{path} imports {top}"
+        optional = top == "triton" and path.stem.endswith(
+            ("_triton", "triton_math")
+        )  # imported where a GPU asks for it
+        assert optional or top in CORE_PACKAGES or top in sys.stdlib_module_names, f"{path} imports {top}"
 
 
 def test_the_layering_test_can_fail(tmp_path: Path) -> None:

@@ -202,11 +202,10 @@ def test_eval_and_frozen_save_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_quantize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of operands as they are quantized, told apart by their specs' texts."""
-    import quatrain.nn.linear
-    import quatrain.nn.weights
+    from quatrain.kernels import operands
 
     calls: list[str] = []
-    original = quatrain.nn.linear.quantize_parts
+    original = operands.quantize_parts
 
     def counting(x: torch.Tensor, spec: str, key: torch.Tensor | None, backend: str = "auto"):
         for name, row in zip(OPERANDS, NVFP4.rows, strict=True):
@@ -215,8 +214,7 @@ def count_quantize(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 break
         return original(x, spec, key, backend)
 
-    for module in (quatrain.nn.linear, quatrain.nn.weights):
-        monkeypatch.setattr(module, "quantize_parts", counting)
+    monkeypatch.setattr(operands, "quantize_parts", counting)
     return calls
 
 
@@ -592,8 +590,8 @@ def test_compiled_weights_are_quantized_once_per_step(backend: str, monkeypatch:
     import quatrain.nn.weights as weights
 
     calls = []
-    original = weights.quantize_parts
-    monkeypatch.setattr(weights, "quantize_parts", lambda *a: calls.append(1) or original(*a))
+    original = weights.quantize_cast
+    monkeypatch.setattr(weights, "quantize_cast", lambda *a: calls.append(1) or original(*a))
     for step in range(1, 4):
         for optimizer in optimizers:
             optimizer.step()

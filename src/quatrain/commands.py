@@ -6,8 +6,10 @@ Bad input is a ValueError or an OSError whose text says what is wrong and what t
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -225,24 +227,40 @@ def _inspect_file(path: Path) -> None:
     print(_columns(rows) if rows else "no tensors")
 
 
+def _version_of(package: str) -> str:
+    if importlib.util.find_spec(package) is None:
+        return "no"
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # some builds are distributed under another name
+        return "yes"
+
+
 def doctor(_: argparse.Namespace) -> None:
     """`quatrain doctor`."""
     import torch
 
     from quatrain.kernels import quantize_cpu
     from quatrain.kernels.dispatch import choose
+    from quatrain.kernels.matmul import matmul_backends
 
-    rows = [("quatrain", __version__, ""), ("torch", torch.__version__, f"{torch.get_num_threads()} threads")]
+    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    rows = [
+        ("quatrain", __version__, ""),
+        ("torch", torch.__version__, f"{torch.get_num_threads()} threads"),
+        ("CUDA", torch.version.cuda or "no", "of this build of torch"),
+        ("triton", _version_of("triton"), ""),
+        ("C++ compiler", "yes" if compiler else "no", compiler or "none of g++, clang++, c++ on the PATH"),
+    ]
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices:
+        if device.type == "cuda":
+            capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+            rows.append((str(device), f"capability {capability}", torch.cuda.get_device_name(device)))
         choice = choose(device, "auto", quantize_cpu.obstacle)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "processor"
-        rows.append((f"quantize on {device}", choice.backend, f"{name}: {choice.reason}"))
-    rows.append(
-        ("matmul", "emulated", "decoded operands, fp32 accumulation; equals FP4 cores up to accumulation order")
-    )
+        rows += [(f"quantize on {device}", choice.backend, choice.reason), *matmul_backends(device)]
     missing = [name for name in _TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
     rows.append(("[train] extra", "no" if missing else "yes", f"missing: {', '.join(missing)}" if missing else ""))
     print(_columns(rows))

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton", "blackwell")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Choice:
 
 
 def choose(device: torch.device, requested: str, cpu_available: Callable[[], str | None]) -> Choice:
-    """Pick the backend for a tensor on `device`.
+    """Pick the quantization backend for a tensor on `device`.
 
     Args:
         device: where the operand lives.
@@ -36,15 +38,53 @@ def choose(device: torch.device, requested: str, cpu_available: Callable[[], str
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, received {requested!r}")
     if requested == "reference":
         return Choice("reference", "requested")
-    if device.type != "cpu":
-        if requested == "cpu":
+    obstacles = {
+        "blackwell": blackwell_obstacle(device),
+        "triton": triton_obstacle(device),
+        "cpu": cpu_available() if device.type == "cpu" else f"it needs a tensor on the CPU, received one on {device}",
+    }
+    if requested != "auto":
+        if obstacles[requested] is not None:
             raise ValueError(
-                f'backend="cpu" needs a tensor on the CPU, received one on {device}; move it or use backend="reference"'
+                f'backend="{requested}" cannot run here: {obstacles[requested]}; use backend="auto" or "reference"'
             )
-        return Choice("reference", f"plain PyTorch operations on {device.type}")
-    obstacle = cpu_available()
-    if obstacle is None:
-        return Choice("cpu", "compiled CPU twin")
-    if requested == "cpu":
-        raise ValueError(f'backend="cpu" cannot run here: {obstacle}; use backend="reference"')
-    return Choice("reference", obstacle)
+        return Choice(requested, "requested")
+    if device.type == "cpu":
+        if obstacles["cpu"] is None:
+            return Choice("cpu", "compiled CPU twin")
+        return Choice("reference", obstacles["cpu"])
+    if obstacles["blackwell"] is None:
+        return Choice("blackwell", "Triton kernels with this GPU's FP4 conversions (never run on such hardware)")
+    if obstacles["triton"] is None:
+        return Choice("triton", "Triton kernels, conversions in software")
+    return Choice("reference", f"plain PyTorch operations on {device.type}: {obstacles['triton']}")
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot serve tensors on `device`, or None. On the CPU only its interpreter can."""
+    if not _triton_found():
+        return "the triton package cannot be found"
+    if device.type == "cpu":
+        from quatrain.kernels.quantize_triton import interpreted
+
+        return None if interpreted() else "it needs a tensor on a CUDA device, received one on cpu"
+    if device.type != "cuda":
+        return f"it needs a tensor on a CUDA device, received one on {device}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"it needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
+    return None
+
+
+def blackwell_obstacle(device: torch.device) -> str | None:
+    """Why `device` has no FP4 conversion instructions for the kernels to use, or None."""
+    if device.type != "cuda":
+        return f"it needs a tensor on a CUDA device, received one on {device}"
+    major, _ = torch.cuda.get_device_capability(device)
+    if major < 10:
+        return f"it needs compute capability 10.0 or more, {torch.cuda.get_device_name(device)} has {major}.x"
+    return triton_obstacle(device)
+
+
+@functools.cache
+def _triton_found() -> bool:
+    return importlib.util.find_spec("triton") is not None

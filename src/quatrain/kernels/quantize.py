@@ -1,6 +1,6 @@
 """Quantize: the contract, and the plain PyTorch reference that defines every bit.
 
-The compiled CPU twin (`quantize_cpu`) gives the same codes and scales.
+The twins, compiled for the CPU (`quantize_cpu`) and in Triton (`quantize_triton`), give the same codes and scales.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def quantize(
         nonfinite: "raise" on NaN or infinity (one device synchronisation); "saturate": infinities become the largest
             finite magnitude of the tensor and NaN becomes 0; "defer": no check, `amax` is then NaN or infinite
             and so is every decoded value, and the caller looks at it later.
-        backend: "auto", "reference" or "cpu"; the bits are the same.
+        backend: "auto" chooses; "reference", "cpu", "triton" (any recent GPU) and "blackwell" (with its conversion
+            instructions) are honoured or refused. The bits are the same.
 
     Returns:
         QTensor; codes and scales by definition equal in every backend.
@@ -161,6 +162,12 @@ def _quantize(x: Tensor, spec: QuantSpec, key: Tensor | None, backend: str) -> P
         parts = empty_parts(x, spec)
         quantize_cpu.quantize_into(x, spec, key, parts)
         return parts
+    if choice.backend != "reference" and x.dtype != torch.float64:
+        from quatrain.kernels.quantize_triton import quantize_matrix
+
+        codes, scales, amax = quantize_matrix(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), spec, key)
+        out_codes, out_scales, _ = empty_parts(x.new_empty(x.shape, device="meta"), spec)
+        return codes.view(out_codes.shape), scales.view(out_scales.shape), amax
     return quantize_reference(x, spec, key)
 
 

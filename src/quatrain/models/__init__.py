@@ -2,6 +2,7 @@
 
 A preset is a TOML file in ``presets/``: what it is, where its numbers come from, the ``transformers`` model type and
 the fields of that type's configuration. Nothing here knows about quantization; ``quatrain.apply`` converts afterwards.
+The Mamba-2 mixers of a Nemotron-H scan in matrix products (``quatrain.models.mamba``); its checkpoints are unchanged.
 """
 
 import tomllib
@@ -131,6 +132,10 @@ def _random_model(
         ) from error
     finally:
         torch.random.set_rng_state(state)
+    if config.model_type == "nemotron_h":
+        from quatrain.models.mamba import use_ssd_scan  # takes transformers' modeling code, which others need not load
+
+        use_ssd_scan(model)
     trainable: torch.nn.Module = model.train()
     return trainable
 

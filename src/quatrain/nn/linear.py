@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels.matmul import gemm_parts
-from quatrain.kernels.quantize import quantize_parts
+from quatrain.kernels.operands import decodes_at_once, quantize_both
 from quatrain.nn.state import OPERANDS, PRECISIONS, SharedState, keys_now, note_maxima
-from quatrain.nn.weights import Parts, Specs, cached_tensors, one_weight, operand_key, serves_both_ways, weight_codes
+from quatrain.nn.weights import Parts, Specs, cached_tensors, one_weight, serves_both_ways, weight_codes
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class QuantLinear(nn.Linear):
     _index: int  # this module's line in the shared state
     _specs: dict[str | None, Specs]  # by precision phase
     _key_words: tuple[int, ...]  # one 64-bit seed for each operand
+    _at_once: tuple[bool, ...]  # whether the operands of X, dY and dY^T are written decoded on this device
+    _zero: Tensor  # fp32 [1], for operands that are not quantized
     _keys: Tensor  # the same, int64 [6] on the weight's device; carries the weight's codes
 
     @property
@@ -113,12 +115,13 @@ class QuantLinear(nn.Linear):
             specs,
             needs_dgrad,
             training and self.weight.requires_grad,
+            self._at_once,
             *codes,
             state.seen[self._index],
+            self._zero,
         )
         if not x.is_meta:
-            row = state.seen[self._index]
-            row.copy_(torch.maximum(row, seen))
+            note_maxima(state.seen[self._index], seen)
         return y.reshape(*input.shape[:-1], self.out_features)
 
     def weight_code_tensors(self) -> list[Tensor]:
@@ -138,7 +141,10 @@ class QuantLinear(nn.Linear):
         """Bring what is no parameter to the weight's device (nothing is ever cast), without its cached codes."""
         device = torch.device("cpu") if self.weight.is_meta else self.weight.device
         self._keys = torch.tensor(self._key_words, dtype=torch.int64, device=device)
+        self._zero = torch.zeros(1, device=device)
         self._shared_state.follow(device)
+        rows = self._rows
+        self._at_once = tuple(decodes_at_once(device, r) for r in (rows.fprop_input, rows.dgrad_grad, rows.wgrad_grad))
 
     def extra_repr(self) -> str:
         """nn.Linear's line and the rows that are present."""
@@ -186,12 +192,31 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _packed(x: Tensor, specs: Specs, operand: int, keys: Tensor) -> Parts:
-    """The operand's codes, scales and amax, or the tensor itself where its row is missing."""
-    spec = specs[operand]
-    if spec is None:
-        return x, None, None
-    return quantize_parts(x, spec, operand_key(keys, keys[6:], operand) if '"stochastic' in spec else None)
+def _operands(
+    x: Tensor, specs: Specs, row: int | None, column: int | None, keys: Tensor, decoded: tuple[bool, bool]
+) -> tuple[Parts, Parts]:
+    """Operand `row` of x and operand `column` of its transpose, quantized together.
+
+    An operand whose row is missing is the tensor itself (the column one x, not transposed), one not asked for is None.
+    """
+    row_spec = None if row is None else specs[row]
+    column_spec = None if column is None else specs[column]
+    pair = quantize_both(
+        x, row_spec, column_spec, _key(specs, row, keys), _key(specs, column, keys),
+        (decoded[0] and row_spec is not None, decoded[1] and column_spec is not None),
+    )  # fmt: skip
+    plain: Parts = (x, None, None)
+    nothing: Parts = (None, None, None)
+    first = nothing if row is None else pair[0] or plain
+    second = nothing if column is None else pair[1] or plain
+    return first, second
+
+
+def _key(specs: Specs, operand: int | None, keys: Tensor) -> Tensor | None:
+    spec = None if operand is None else specs[operand]
+    if operand is None or spec is None or '"stochastic' not in spec:
+        return None
+    return keys[operand]
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -203,21 +228,19 @@ class _LinearFunction(torch.autograd.Function):
         x: Tensor,  # [T, K] compute dtype
         weight: Tensor,  # [N, K] master
         bias: Tensor | None,  # [N]
-        keys: Tensor,  # int64 [7]: seeds of the six operands, clock
+        keys: Tensor,  # int64 [6, 2]: each operand's seed, and the clock
         specs: Specs,
         needs_dgrad: bool,
         needs_wgrad: bool,
-        *rest: Any,  # weight codes: fprop (codes, scales, amax), dgrad (codes, scales, amax); then seen fp32 [6]
+        at_once: tuple[bool, ...],  # operands of X, dY and dY^T are written decoded, not packed
+        *rest: Any,  # weight codes: fprop and dgrad (codes, scales, amax); then seen fp32 [6] and a zero fp32 [1]
     ) -> tuple[Tensor, Tensor]:
-        fprop_codes, dgrad_codes, seen_row = rest[:3], rest[3:6], rest[6]
+        fprop_codes, dgrad_codes, seen_row, zero = rest[:3], rest[3:6], rest[6], rest[7]
         tokens, out_features = x.shape[0], weight.shape[0]
-        x_parts = _packed(x, specs, 0, keys)
+        # The packed operand of Wgrad is kept, or the activation itself where Wgrad is unquantized.
+        x_parts, kept = _operands(x, specs, 0, 5 if needs_wgrad else None, keys, (at_once[0], False))
         w_parts = fprop_codes if specs[1] else (weight.to(x.dtype), None, None)
         y = gemm_parts(x_parts, specs[0], w_parts, specs[1], (tokens, out_features), x.dtype, bias)
-
-        kept: Parts = (None, None, None)
-        if needs_wgrad:  # the packed operand of Wgrad, or the activation itself where Wgrad is unquantized
-            kept = _packed(x.t(), specs, 5, keys) if specs[5] else (x, None, None)
         dgrad_parts: Parts = (None, None, None)
         if needs_dgrad:
             dgrad_parts = (
@@ -228,11 +251,11 @@ class _LinearFunction(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         ctx.keys = None if compiling else keys
         ctx.save_for_backward(keys if compiling else None, *kept, *dgrad_parts)
-        ctx.specs, ctx.x_dtype, ctx.weight_dtype = specs, x.dtype, weight.dtype
+        ctx.specs, ctx.at_once, ctx.x_dtype, ctx.weight_dtype = specs, at_once, x.dtype, weight.dtype
         ctx.shape = (tokens, x.shape[1], out_features)
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.seen_row = seen_row
-        seen = _maxima(x, {0: x_parts[2], 1: fprop_codes[2], 3: dgrad_codes[2], 5: kept[2]})
+        ctx.seen_row, ctx.zero = seen_row, zero
+        seen = _maxima(zero.to(x.device), {0: x_parts[2], 1: fprop_codes[2], 3: dgrad_codes[2], 5: kept[2]})
         ctx.mark_non_differentiable(seen)
         return y, seen
 
@@ -246,20 +269,21 @@ class _LinearFunction(torch.autograd.Function):
         tokens, in_features, out_features = ctx.shape
         dx = dw = db = None
         seen = {}
-        if ctx.needs_input_grad[0]:
-            dy_parts = _packed(dy, specs, 2, keys)
-            seen[2] = dy_parts[2]
-            dx = _dgrad(dy_parts, dgrad_parts, specs, (tokens, in_features), ctx.x_dtype)
-        if ctx.needs_input_grad[1] and kept[0] is not None:
-            dyt_parts = _packed(dy.t(), specs, 4, keys)
+        has_dx, has_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and kept[0] is not None
+        both = _operands(dy, specs, 2 if has_dx else None, 4 if has_dw else None, keys, ctx.at_once[1:])
+        if has_dx:
+            seen[2] = both[0][2]
+            dx = _dgrad(both[0], dgrad_parts, specs, (tokens, in_features), ctx.x_dtype)
+        if has_dw:
+            dyt_parts = both[1] if specs[4] else (dy.t(), None, None)
             seen[4] = dyt_parts[2]
             dw = _wgrad(dyt_parts, kept, specs, (out_features, in_features), ctx.weight_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
             db = dy.sum(0, dtype=wide).to(ctx.bias_dtype)
         if not dy.is_meta:
-            note_maxima(ctx.seen_row, _maxima(dy, seen))
-        return (dx, dw, db, *(None,) * 11)
+            note_maxima(ctx.seen_row, _maxima(ctx.zero.to(dy.device), seen))
+        return (dx, dw, db, *(None,) * 13)
 
 
 def _dgrad(dy: Parts, w: Parts, specs: Specs, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -273,11 +297,12 @@ def _dgrad(dy: Parts, w: Parts, specs: Specs, shape: tuple[int, int], dtype: tor
 def _wgrad(dyt: Parts, kept: Parts, specs: Specs, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """dW [N, K] = dY^T X, leaving the product in fp32 (float64 if the operands are) before the master's dtype."""
     wide = torch.float64 if dyt[0].dtype == torch.float64 or kept[0].dtype == torch.float64 else torch.float32
+    if kept[0].is_cuda and dtype in (torch.bfloat16, torch.float16):
+        wide = dtype  # the same number without a pass over it: the scaled accumulator is rounded once
     return gemm_parts(dyt, specs[4], kept, specs[5], shape, wide, None, specs[5] is None).to(dtype)
 
 
-def _maxima(like: Tensor, amaxes: dict[int, Tensor | None]) -> Tensor:
+def _maxima(zero: Tensor, amaxes: dict[int, Tensor | None]) -> Tensor:
     """fp32 [6]: the maximum magnitude of each operand that was quantized, 0 for the others."""
-    nothing = torch.zeros(1, dtype=torch.float32, device=like.device)
     found = [amaxes.get(i) for i in range(len(OPERANDS))]
-    return torch.cat([nothing if amax is None else amax for amax in found])
+    return torch.cat([zero if amax is None else amax for amax in found])

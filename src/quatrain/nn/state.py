@@ -68,8 +68,12 @@ class SharedState:
 
 
 def keys_now(keys: Tensor, clock: Tensor) -> Tensor:
-    """int64 [7]: the seeds of six operands and a copy of the clock, kept for the backward pass."""
-    return _keys_now_op(keys, clock) if torch.compiler.is_compiling() else torch.cat([keys, clock])
+    """int64 [6, 2]: the seed of each of six operands with a copy of the clock, kept for the backward pass."""
+    return _keys_now_op(keys, clock) if torch.compiler.is_compiling() else _with_clock(keys, clock)
+
+
+def _with_clock(keys: Tensor, clock: Tensor) -> Tensor:
+    return torch.stack([keys, clock.expand_as(keys)], dim=1)
 
 
 def note_maxima(row: Tensor, seen: Tensor) -> None:
@@ -77,12 +81,12 @@ def note_maxima(row: Tensor, seen: Tensor) -> None:
     if torch.compiler.is_compiling():
         _note_maxima_op(row, seen)
     else:
-        row.copy_(torch.maximum(row, seen))
+        torch.maximum(row, seen, out=row)
 
 
 @torch.library.custom_op("quatrain::note_maxima", mutates_args=("row",))
 def _note_maxima_op(row: Tensor, seen: Tensor) -> None:
-    row.copy_(torch.maximum(row, seen))
+    torch.maximum(row, seen, out=row)
 
 
 @_note_maxima_op.register_fake
@@ -93,12 +97,12 @@ def _(row: Tensor, seen: Tensor) -> None:
 @torch.library.custom_op("quatrain::keys_now", mutates_args=())
 def _keys_now_op(keys: Tensor, clock: Tensor) -> Tensor:
     # An opaque operation on purpose: compilers recompute cheap ones in backward, from a clock that has moved on.
-    return torch.cat([keys, clock])
+    return _with_clock(keys, clock)
 
 
 @_keys_now_op.register_fake
 def _(keys: Tensor, clock: Tensor) -> Tensor:
-    return keys.new_empty(keys.shape[0] + 1)
+    return keys.new_empty(keys.shape[0], 2)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

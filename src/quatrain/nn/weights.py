@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quatrain.formats import QuantSpec
-from quatrain.kernels.quantize import empty_parts, quantize_parts
+from quatrain.kernels.operands import quantize_cast
+from quatrain.kernels.quantize import empty_parts
 
 Specs = tuple[str | None, ...]  # canonical text of six rows, in the order of OPERANDS: constants to a compiler
 Parts = tuple[Any, Any, Any]  # codes, scales, amax; or a plain tensor and two None
@@ -74,6 +75,9 @@ def _cached_codes(
 ) -> WeightCodes:
     if weight.is_inference() or torch.is_inference_mode_enabled() or not weight.is_leaf:
         return _make(weight, seeds, clock, dtype, fprop, dgrad)  # not to be kept: autograd could not save them
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph replays kernels, not this function: it must quantize the weight it finds at each replay.
+        return _make(weight, seeds, clock, dtype, fprop, dgrad)
     stamp = (weight.data_ptr(), weight._version, int(generation), dtype, fprop)
     cached = getattr(seeds, "weight_codes", None)
     fresh = cached is not None and cached[0] == stamp and torch.equal(cached[1], _sample(weight))
@@ -87,12 +91,12 @@ def _cached_codes(
 
 
 def _make(weight: Tensor, seeds: Tensor, clock: Tensor, dtype: torch.dtype, fprop: Any, dgrad: Any) -> WeightCodes:
-    w = weight.detach().to(dtype)
-    first = _NOTHING if fprop is None else quantize_parts(w, fprop, _key_if_drawn(fprop, seeds, clock, 1))
+    w = weight.detach()
+    first = _NOTHING if fprop is None else quantize_cast(w, fprop, _key_if_drawn(fprop, seeds, clock, 1), dtype)
     if dgrad is None:
         return (*first, *_NOTHING)
     w = w if serves_both_ways(dgrad) else w.t()
-    return (*first, *quantize_parts(w, dgrad, _key_if_drawn(dgrad, seeds, clock, 3)))
+    return (*first, *quantize_cast(w, dgrad, _key_if_drawn(dgrad, seeds, clock, 3), dtype))
 
 
 def _key_if_drawn(spec: str, seeds: Tensor, clock: Tensor, operand: int) -> Tensor | None:

@@ -1,0 +1,136 @@
+"""Compile every Triton kernel ahead of time, without a GPU, as the host code would launch it: one JSON line each.
+
+    python tests/aot.py 90 100 120
+
+The host functions run on CPU tensors; their launches are recorded, not executed, and compiled for each architecture.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import quatrain as qt
+from quatrain.kernels import blocks_triton, decode_triton, matmul_triton, nvfp4_triton, quantize_triton
+from quatrain.kernels.rounding import make_key
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
+    torch.int32: "*i32", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
+}  # fmt: skip
+MODULES = (nvfp4_triton, blocks_triton, decode_triton, matmul_triton)
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Recorder:
+    """Stands for a kernel; keeps the arguments of each launch."""
+
+    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], arch: int) -> Any:
+    """The kernel for one architecture, specialized as a launch would."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        k: v for k, v in options.items() if k in kernel.arg_names
+    }
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    settings = {k: v for k, v in options.items() if k not in kernel.arg_names} | {"enable_fp_fusion": False}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=settings)
+
+
+def spills(cubin: bytes) -> int:
+    """Bytes of stack: what ptxas spilled (these kernels have no other use for it)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [str(BINARIES / "cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    return sum(int(n) for n in re.findall(r"STACK:(\d+)", done.stdout))
+
+
+def launch_all() -> None:
+    """Every host function with the specs that recipes use."""
+    spec = qt.QuantSpec
+    x, key, amax = torch.zeros(256, 1024).bfloat16(), make_key(1, 2, torch.device("cpu")), torch.ones(2)
+    rht, drawn = spec(transform="hadamard"), spec(rounding="stochastic")
+    both = spec(rounding="stochastic", transform="hadamard")
+    quantize_triton.amaxes(x, spec(), rht)
+    for row in (spec(), drawn, spec(scale="four-over-six"), spec(scale="four-over-six", error="mae")):
+        quantize_triton.quantize_pair(x, row, None, key, None, amax)
+    quantize_triton.quantize_pair(x, spec(), rht, key, key, amax, decoded=(True, False))
+    quantize_triton.quantize_pair(x, drawn, both, key, key, amax, decoded=(True, True))
+    quantize_triton.quantize_pair(x, None, both, None, key, amax)
+    for general in (spec(block=(16, 16)), spec("mxfp4", rounding="stochastic"), spec("mxfp8"), spec("fp8")):
+        blocks_triton.quantize_blocks(x, general, key)
+    blocks_triton.quantize_blocks(x.float(), spec(block=(16, 16)), None, cast=torch.bfloat16)
+    q, w = qt.quantize(x, "nvfp4"), qt.quantize(x, "fp8")
+    decode_triton.decode(q.codes, q.scales, q.spec)
+    matmul_triton.fp8_matmul(w.codes, w.scales, w.codes, w.scales, (256, 256), torch.bfloat16, None)
+    matmul_triton.factors([(amax[:1], 2688.0)])
+
+
+def main(architectures: list[int]) -> None:
+    """Record the launches once for each architecture, compile them, print a line for each."""
+    kernels = {
+        (module, name): value
+        for module in MODULES
+        for name, value in vars(module).items()
+        if isinstance(value, triton.runtime.JITFunction) and re.fullmatch(r"\w*_?kernel", name)
+    }
+    for arch in architectures:
+        launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        for (module, name), kernel in kernels.items():
+            setattr(module, name, Recorder(kernel, launches))
+        for module in (quantize_triton, blocks_triton, decode_triton):
+            module.architecture = lambda device, arch=arch: arch
+        launch_all()
+        for kernel, args, options in launches:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                binary = compiled(kernel, args, options, arch)
+            ptx = binary.asm["ptx"]
+            facts = {
+                "kernel": kernel.__name__,
+                "arch": arch,
+                "target": re.findall(r"\.target (\w+)", ptx)[0],
+                "to_fp4": ptx.count("cvt.rn.satfinite.e2m1x2.f32"),
+                "from_fp4": ptx.count("cvt.rn.f16x2.e2m1x2"),
+                "four_over_six": any(isinstance(a, tuple) and a[0] in (2, "four-over-six") for a in args),
+                "stochastic": any(isinstance(a, tuple) and len(a) == 8 and a[7] == 1 for a in args),
+                "stack": spills(binary.asm["cubin"]),
+                "bytes": len(binary.asm["cubin"]),
+            }
+            print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main([int(a) for a in sys.argv[1:]])

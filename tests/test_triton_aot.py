@@ -1,0 +1,31 @@
+"""Every Triton kernel compiles for Hopper and both Blackwells without a GPU; there it uses FP4 conversions."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no build for this platform")
+
+
+@pytest.mark.parametrize(("arch", "target"), [(90, "sm_90a"), (100, "sm_100a"), (120, "sm_120a")])
+def test_kernels_compile(arch: int, target: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("aot.py")), str(arch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {k["kernel"] for k in kernels} == {
+        "rows_kernel", "tiles_kernel", "amax_kernel", "blocks_kernel", "decode_kernel", "fp8_kernel", "factors_kernel"
+    }  # fmt: skip
+    assert all(k["target"] == target and k["bytes"] > 5000 for k in kernels)  # an empty kernel would be smaller
+    nearest = [k for k in kernels if k["kernel"] in ("rows_kernel", "tiles_kernel") and not k["stochastic"]]
+    candidates = [k for k in kernels if k["four_over_six"]]
+    assert len(candidates) == 2 and all(k["stack"] == 0 for k in candidates)  # nothing spilled
+    if arch >= 100:
+        assert all(k["to_fp4"] for k in nearest) and all(k["from_fp4"] for k in candidates)
+    else:
+        assert not any(k["to_fp4"] or k["from_fp4"] for k in kernels)
