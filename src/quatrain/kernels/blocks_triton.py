@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels.decode_triton import bf16_words, e2m1_values, e4m3_values, e8m0_value, store, store_all
-from quatrain.kernels.launch_triton import launch
+from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
 from quatrain.kernels.quantize_triton import architecture
 from quatrain.kernels.runs_triton import (
     block_max,
@@ -352,7 +352,7 @@ def _tile(x: Tensor, spec: QuantSpec, block_rows: int, span: int) -> tuple[int, 
     """
     length = int(constants(spec)[13])
     runs = _round_up(x.shape[1], spec.padding) // length
-    tall, wide = triton.next_power_of_2(x.shape[0]), triton.next_power_of_2(runs)
+    tall, wide = next_power_of_2(x.shape[0]), next_power_of_2(runs)
     if _load(x) == "rows":
         width = max(span // length, min(8 if block_rows > 1 else 32, wide))
         height = max(block_rows, min(1024 // (width * length), tall))
@@ -368,10 +368,10 @@ def _warps(count: int) -> int:
 
 def _grid(x: Tensor, runs: int, tile: tuple[int, int, int]) -> tuple[tuple[int], tuple[int, int, int]]:
     """The launch grid, and (tiles of rows, programs for each, tiles of a program)."""
-    rows, steps = triton.cdiv(x.shape[0], tile[0]), triton.cdiv(runs, tile[1])
+    rows, steps = ceil_div(x.shape[0], tile[0]), ceil_div(runs, tile[1])
     most = min(_REPEATS, max(1, rows * steps // _PROGRAMS), steps)
     repeats = max((n for n in range(most // 2 + 1, most + 1) if steps % n == 0), default=most)
-    groups = triton.cdiv(steps, repeats)
+    groups = ceil_div(steps, repeats)
     return (rows * groups,), (rows, groups, repeats)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quatrain.formats import QuantSpec
-from quatrain.kernels.launch_triton import launch
+from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
 from quatrain.kernels.quantize_triton import architecture
 from quatrain.kernels.triton_math import e4m3_value, round_pair
 
@@ -199,10 +199,10 @@ def decode(codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = 
 def _launch(codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec) -> None:
     (rows, length), (block_rows, block_columns) = out.shape, spec.block_shape
     octets = length // 8
-    tile = min(_OCTETS, triton.next_power_of_2(octets))
-    groups = triton.cdiv(octets, tile)
+    tile = min(_OCTETS, next_power_of_2(octets))
+    groups = ceil_div(octets, tile)
     launch(
-        decode_kernel, (triton.cdiv(rows, _ROWS) * groups,), codes.view(torch.int32),
+        decode_kernel, (ceil_div(rows, _ROWS) * groups,), codes.view(torch.int32),
         scales if spec.format == "fp8" else scales.view(torch.uint8),
         out.view(torch.int32) if out.dtype == torch.bfloat16 else out, rows, octets, length // block_columns, groups,
         spec.format, block_rows, block_columns // 8, bool(rows % _ROWS or octets % tile),

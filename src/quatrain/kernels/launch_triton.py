@@ -14,6 +14,16 @@ import triton
 from torch import Tensor
 
 
+def ceil_div(n: int, d: int) -> int:
+    """n / d rounded up (triton.cdiv is a traced function, and slow outside kernels)."""
+    return -(-n // d)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n >= 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 class _Plan:
     """The compiled kernel of one set of dtypes, alignments, numbers, constants and options."""
 

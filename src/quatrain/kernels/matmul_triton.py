@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quatrain.kernels.launch_triton import launch
+from quatrain.kernels.launch_triton import ceil_div, launch
 
 _BLOCK = 128  # the format's; every block of the contraction has one scale for each row and each column
 _TILE_M, _TILE_N, _STEP, _WARPS = 128, 64, 64, 8  # the largest that keeps both accumulators in registers, SM80 to SM120
@@ -128,7 +128,7 @@ def _launch(
 ) -> None:
     """Run `fp8_kernel` over row-major tensors."""
     n, k = (1, 0) if b_rows_contracted else (0, 1)
-    fp8_kernel[(triton.cdiv(out.shape[0], _TILE_M) * triton.cdiv(out.shape[1], _TILE_N),)](
+    fp8_kernel[(ceil_div(out.shape[0], _TILE_M) * ceil_div(out.shape[1], _TILE_N),)](
         a.view(torch.uint8),
         a_scales,
         b.view(torch.uint8),

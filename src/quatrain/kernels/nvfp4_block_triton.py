@@ -128,24 +128,17 @@ def _exact_error(magnitudes, m, scale, amax, Q: tl.constexpr, SAFE: tl.constexpr
 @triton.jit
 def _quick_error(scaled, values, scale, Q: tl.constexpr):
     """The same to a few parts in 2**15, in units of the block's own scale: no decoding, sums contracted."""
-    sums = ()
-    for i in tl.static_range(4):  # four short chains of additions instead of a long one
-        total = tl.abs(values[i] - scaled[i])
+    total = tl.abs(values[0] - scaled[0])
+    if Q[1] == 0:
+        total = total * total
+    for i in tl.static_range(1, 16):
+        difference = values[i] - scaled[i]
         if Q[1] == 0:
-            total = total * total
-        for j in tl.static_range(1, 4):
-            difference = values[i + 4 * j] - scaled[i + 4 * j]
-            if Q[1] == 0:
-                total = tl.fma(difference, difference, total)
-            elif Q[1] == 1:
-                total = total + tl.abs(difference)
-            else:
-                total = tl.maximum(total, tl.abs(difference))
-        sums = sums + (total,)
-    if Q[1] == 2:
-        total = tl.maximum(tl.maximum(sums[0], sums[1]), tl.maximum(sums[2], sums[3]))
-    else:
-        total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+            total = tl.fma(difference, difference, total)
+        elif Q[1] == 1:
+            total = total + tl.abs(difference)
+        else:
+            total = tl.maximum(total, tl.abs(difference))
     return total * scale * scale if Q[1] == 0 else total * scale
 
 

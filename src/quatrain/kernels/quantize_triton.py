@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels import nvfp4_triton
-from quatrain.kernels.launch_triton import launch
+from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
 
 Parts = tuple[Tensor, Tensor | None, Tensor]
 _RULES = {"to-6": 0, "to-4": 1, "four-over-six": 2}
@@ -83,7 +83,7 @@ def amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> Tensor
     if x.numel():
         count, down = _tile(rows, _AMAX_GROUPS)
         even = columns % _TILE == 0 and rows % (16 * count * down) == 0
-        grid = (triton.cdiv(columns, _TILE), triton.cdiv(rows, 16 * count * down))
+        grid = (ceil_div(columns, _TILE), ceil_div(rows, 16 * count * down))
         launch(
             nvfp4_triton.amax_kernel, grid, x, out, rows, columns, x.stride(0), signs(row), signs(column), _in_words(x),
             even, architecture(x.device.index), count, _TILE, down, row is not None, column is not None,
@@ -154,12 +154,12 @@ def _in_words(x: Tensor) -> bool:
 
 def _launch_rows(x: Tensor, spec: QuantSpec, key: Tensor | None, parts: Parts, decoded: bool) -> None:
     rows, columns = x.shape
-    blocks = triton.cdiv(columns, 16)
-    tile = min(_ROW_TILE, triton.next_power_of_2(blocks))
+    blocks = ceil_div(columns, 16)
+    tile = min(_ROW_TILE, next_power_of_2(blocks))
     tile_rows = _ROW_TILE // tile
-    repeats = min(_REPEATS, triton.cdiv(blocks, tile))
+    repeats = min(_REPEATS, ceil_div(blocks, tile))
     even = columns % 16 == 0 and blocks % (tile * repeats) == 0 and rows % tile_rows == 0
-    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(blocks, tile * repeats))
+    grid = (ceil_div(rows, tile_rows), ceil_div(blocks, tile * repeats))
     codes, scales = _pointers(parts, x)
     launch(
         nvfp4_triton.rows_kernel, grid, x, codes, scales, parts[2], _key(spec, key, x), rows, columns,
@@ -185,7 +185,7 @@ def _launch_tiles(
     rows, columns = x.shape
     count, down = _tile(rows, _GROUPS)
     even = columns % _TILE == 0 and rows % (16 * count * down) == 0
-    grid = (triton.cdiv(columns, _TILE), triton.cdiv(rows, 16 * count * down))
+    grid = (ceil_div(columns, _TILE), ceil_div(rows, 16 * count * down))
     arch = architecture(x.device.index)
     row_spec, row_amax = (column, column_parts[2]) if row is None or row_parts is None else (row, row_parts[2])
     launch(
@@ -201,9 +201,9 @@ def _launch_tiles(
 
 def _tile(rows: int, groups: int) -> tuple[int, int]:
     """Groups of sixteen rows in one tile, at most `groups`, and tiles that a program walks down."""
-    available = triton.cdiv(rows, 16)
-    count = min(groups, triton.next_power_of_2(available))
-    return count, min(_DOWN, triton.cdiv(available, count))
+    available = ceil_div(rows, 16)
+    count = min(groups, next_power_of_2(available))
+    return count, min(_DOWN, ceil_div(available, count))
 
 
 def _key(spec: QuantSpec, key: Tensor | None, x: Tensor) -> Tensor:
