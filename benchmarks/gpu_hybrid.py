@@ -25,7 +25,7 @@ from typing import Any
 
 import measure
 import torch
-from gpu_model import step_times, write_profile
+from gpu_model import step_times, training_step, write_profile
 from measure import Recorder, Row, significant, wait
 from torch import Tensor, nn
 
@@ -105,18 +105,7 @@ def prepared(variant: str, shape: Shape, eager: bool) -> tuple[Callable[[], Tens
             if isinstance(module, SsdMixer) and variant != "ours":
                 module.scan_chunk = int(variant.removeprefix("ours-"))
     run = model if eager else torch.compile(model, fullgraph=variant != "stock")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    generator = torch.Generator(device).manual_seed(SEED)
-    tokens = torch.randint(shape.vocab, (shape.batch, shape.length), generator=generator, device=device)
-
-    def step() -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            loss = run(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
+    step = training_step(model, run, shape, device)
     begin = time.perf_counter()
     facts["losses"] = [float(step()) for _ in range(3)]
     facts["first_steps_s"] = significant(time.perf_counter() - begin)

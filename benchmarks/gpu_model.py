@@ -95,9 +95,8 @@ def convert(model: nn.Module, recipe: str, layers: int) -> Run:
     }
 
 
-def training_step(model: nn.Module, shape: Shape, device: str, compiled: bool) -> Callable[[], Tensor]:
-    """A closure that runs one full step on the fixed batch and returns its loss."""
-    run = torch.compile(model) if compiled else model
+def training_step(model: nn.Module, run: Any, shape: Any, device: str) -> Callable[[], Tensor]:
+    """A closure that runs one full step on the fixed batch, through `run`, and returns its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     generator = torch.Generator(device).manual_seed(SEED)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length), generator=generator, device=device)
@@ -137,7 +136,7 @@ def train(variant: str, shape: Shape, steps: int, warmup: int, profile: Path | N
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(shape, device)
     facts = {"parameters": sum(p.numel() for p in model.parameters()), **convert(model, recipe, shape.layers)}
-    step = training_step(model, shape, device, mode == "compiled")
+    step = training_step(model, torch.compile(model) if mode == "compiled" else model, shape, device)
     begin = time.perf_counter()
     losses = [float(step()) for _ in range(LOSSES)]
     facts["first_steps_s"] = significant(time.perf_counter() - begin)
