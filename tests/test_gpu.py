@@ -77,6 +77,17 @@ def test_a_cuda_graph_quantizes_new_weights_and_draws_new_bits() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8"])
+def test_no_tokens(recipe: str) -> None:
+    """An expert that got no token trains along with zero gradients."""
+    text = qt.load_recipe(recipe).to_toml().replace("last_share = 0.15", "last_share = 0.0")
+    model = nn.Sequential(nn.Linear(256, 256)).cuda()
+    qt.apply(model, text.replace("first_blocks = 1", "first_blocks = 0").replace("last_blocks = 2", "last_blocks = 0"))
+    x = torch.zeros(0, 256, device="cuda", requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == x.shape and not model[0].weight.grad.any()
+
+
 def test_nothing_waits_for_the_device() -> None:
     model, x = make_step("nvfp4")
     model(x).sum().backward()

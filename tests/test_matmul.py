@@ -361,3 +361,26 @@ class TestOnAGpu:
         for _ in range(3):
             out = compiled(*values).clone()
         assert torch.equal(out, both(*values))
+
+
+def test_rocm_builds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ROCm GPU answers capability 9.x or 12.x, and has no PTX."""
+    from quatrain.kernels import dispatch, native
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert dispatch.choose(device, "auto", lambda: None).backend == "reference"
+    assert "ROCm" in (native.device_obstacle(device) or "")
+
+
+def test_columns_that_the_fp4_cores_cannot_make_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding of 16x16 blocks hides 40 columns behind 48, and the result is cropped to 40."""
+    from quatrain.kernels import native
+
+    monkeypatch.setattr(native, "device_obstacle", lambda *_: None)
+    a, b = qt.quantize(torch.randn(32, 64), "nvfp4"), qt.quantize(torch.randn(40, 64), qt.QuantSpec(block=(16, 16)))
+    for columns, fits in ((48, True), (40, False)):
+        why = native.obstacle(a, b, torch.bfloat16, None, False, torch.device("cuda"), columns)
+        assert (why is None) == fits

@@ -309,3 +309,8 @@ def test_compiled_scan_gives_the_same_numbers():
     grads = [torch.autograd.grad(t.square().sum(), parts.values()) for t in (y, same)]
     for name, found, want in zip(parts, *grads, strict=True):
         assert (found - want).norm() < 3e-6 * want.norm(), name
+
+
+def test_an_empty_sequence_gives_an_empty_one() -> None:
+    x, dt, bc = torch.zeros(2, 0, 3, 4), torch.zeros(2, 0, 3), torch.zeros(2, 0, 1, 5)
+    assert ssd_scan(x, dt, -torch.ones(3), bc, bc, torch.ones(3)).shape == x.shape

@@ -38,26 +38,26 @@ def choose(device: torch.device, requested: str, cpu_available: Callable[[], str
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, received {requested!r}")
     if requested == "reference":
         return Choice("reference", "requested")
-    obstacles = {
-        "blackwell": blackwell_obstacle(device),
-        "triton": triton_obstacle(device),
-        "cpu": cpu_available() if device.type == "cpu" else f"it needs a tensor on the CPU, received one on {device}",
-    }
     if requested != "auto":
-        if obstacles[requested] is not None:
-            raise ValueError(
-                f'backend="{requested}" cannot run here: {obstacles[requested]}; use backend="auto" or "reference"'
-            )
+        obstacle = _obstacle(requested, device, cpu_available)
+        if obstacle is not None:
+            raise ValueError(f'backend="{requested}" cannot run here: {obstacle}; use backend="auto" or "reference"')
         return Choice(requested, "requested")
     if device.type == "cpu":
-        if obstacles["cpu"] is None:
-            return Choice("cpu", "compiled CPU twin")
-        return Choice("reference", obstacles["cpu"])
-    if obstacles["blackwell"] is None:
+        obstacle = cpu_available()
+        return Choice("cpu", "compiled CPU twin") if obstacle is None else Choice("reference", obstacle)
+    if blackwell_obstacle(device) is None:
         return Choice("blackwell", "Triton kernels with this GPU's FP4 conversions (never run on such hardware)")
-    if obstacles["triton"] is None:
+    obstacle = triton_obstacle(device)
+    if obstacle is None:
         return Choice("triton", "Triton kernels, conversions in software")
-    return Choice("reference", f"plain PyTorch operations on {device.type}: {obstacles['triton']}")
+    return Choice("reference", f"plain PyTorch operations on {device.type}: {obstacle}")
+
+
+def _obstacle(backend: str, device: torch.device, cpu_available: Callable[[], str | None]) -> str | None:
+    if backend == "cpu":
+        return cpu_available() if device.type == "cpu" else f"it needs a tensor on the CPU, received one on {device}"
+    return triton_obstacle(device) if backend == "triton" else blackwell_obstacle(device)
 
 
 def triton_obstacle(device: torch.device) -> str | None:
@@ -70,6 +70,8 @@ def triton_obstacle(device: torch.device) -> str | None:
         return None if interpreted() else "it needs a tensor on a CUDA device, received one on cpu"
     if device.type != "cuda":
         return f"it needs a tensor on a CUDA device, received one on {device}"
+    if torch.version.hip is not None:
+        return "it needs an NVIDIA GPU, this is a ROCm build of torch"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
     return None
@@ -79,6 +81,8 @@ def blackwell_obstacle(device: torch.device) -> str | None:
     """Why `device` has no FP4 conversion instructions for the kernels to use, or None."""
     if device.type != "cuda":
         return f"it needs a tensor on a CUDA device, received one on {device}"
+    if torch.version.hip is not None:
+        return "it needs an NVIDIA GPU, this is a ROCm build of torch"
     major, _ = torch.cuda.get_device_capability(device)
     if major < 10:
         return f"it needs compute capability 10.0 or more, {torch.cuda.get_device_name(device)} has {major}.x"

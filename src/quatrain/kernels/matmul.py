@@ -151,7 +151,7 @@ def _choose(product: _Product, requested: str) -> str:
 def _refusal(backend: str, p: _Product) -> str | None:
     """Why `backend` cannot multiply these operands here, or None."""
     if backend == "blackwell":
-        return native.obstacle(p.a, p.b, p.out_dtype, p.bias, p.b_rows_contracted, p.device)
+        return native.obstacle(p.a, p.b, p.out_dtype, p.bias, p.b_rows_contracted, p.device, p.shape[1])
     if backend == "triton":
         if p.device.type != "cuda":
             return f"it needs operands on a CUDA device, received {p.device}"
@@ -240,8 +240,13 @@ def _decode(q: QTensor, dtype: torch.dtype) -> Tensor:
     if q.codes.is_cuda and triton_obstacle(q.codes.device) is None and dtype in (torch.bfloat16, torch.float32):
         from quatrain.kernels.decode_triton import decode
 
-        return decode(q.codes.reshape(-1, q.codes.shape[-1]), q.scales.reshape(-1, q.scales.shape[-1]), q.spec, dtype)
+        return decode(_rows(q.codes), _rows(q.scales), q.spec, dtype)
     return q.block_values(dtype)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[..., C] as a matrix, also where it is empty."""
+    return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
 
 
 def _same_length(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,7 +293,7 @@ def _fp8_blocks(p: _Product) -> bool:
 def _fp8(a: QTensor, b: QTensor, p: _Product) -> Tensor:
     from quatrain.kernels.matmul_triton import fp8_matmul
 
-    parts = (a.codes.reshape(-1, a.codes.shape[-1]), a.scales.reshape(-1, a.scales.shape[-1]), b.codes, b.scales)
+    parts = (_rows(a.codes), _rows(a.scales), b.codes, b.scales)
     return fp8_matmul(*parts, p.shape, p.out_dtype, p.bias, b_rows_contracted=p.b_rows_contracted)
 
 

@@ -36,6 +36,8 @@ def device_obstacle(device: torch.device, format_name: str = "nvfp4") -> str | N
     need = f"{format_name} products need a Blackwell GPU (compute capability {majors})"
     if device.type != "cuda":
         return f"{need}, received operands on {device}"
+    if torch.version.hip is not None:
+        return f"{need}, this is a ROCm build of torch"
     major, minor = torch.cuda.get_device_capability(device)
     if major not in _ENGINES[format_name].capabilities:
         return f"{need}, {torch.cuda.get_device_name(device)} has {major}.{minor}"
@@ -51,8 +53,12 @@ def obstacle(
     bias: Tensor | None,
     b_rows_contracted: bool,
     device: torch.device,
+    columns: int,
 ) -> str | None:
-    """Why this product cannot run on the FP4 cores, or None. Arguments as in `quatrain.kernels.matmul.gemm`."""
+    """Why this product cannot run on the FP4 cores, or None.
+
+    Arguments as in `quatrain.kernels.matmul.gemm`; columns: of the result.
+    """
     if not isinstance(a, QTensor) or not isinstance(b, QTensor):
         return "both operands must be packed codes"
     if a.spec.format not in _ENGINES or b.spec.format != a.spec.format:
@@ -62,7 +68,7 @@ def obstacle(
         return reason
     if b_rows_contracted:
         return "the FP4 cores contract stored rows only, and b is to be contracted along its columns"
-    length, columns = a.padded_length, b.shape[0]
+    length = a.padded_length
     if length % _CODES_PER_ROW or columns % _COLUMNS or length == 0:
         return (
             f"the contracted length must be a multiple of {_CODES_PER_ROW} and the columns of {_COLUMNS}, "

@@ -22,6 +22,7 @@ _REPEATS = 8  # steps of one program along rows, at most
 _GROUPS, _TILE = 4, 64  # a tile of 64 rows and 64 columns: two blocks each way for each thread of four warps
 _DOWN = 4  # tiles that one program walks down, at most
 _AMAX_GROUPS = 8
+_LONGEST = 16_000_000  # rows or columns: a grid's second dimension ends at 65,535
 
 
 def interpreted() -> bool:
@@ -39,9 +40,10 @@ def architecture(device: int | None) -> int:
 
 
 def is_fast(x: Tensor, spec: QuantSpec) -> bool:
-    """Whether the kernels of `nvfp4_triton` serve this spec and dtype."""
+    """Whether the kernels of `nvfp4_triton` serve this spec, dtype and shape (their grids have two dimensions)."""
     return (
-        spec.format == "nvfp4"
+        max(x.shape) < _LONGEST
+        and spec.format == "nvfp4"
         and spec.block_shape == (1, 16)
         and spec.scale in _RULES
         and (spec.hadamard is None or spec.hadamard.size == 16)

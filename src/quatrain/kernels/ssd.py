@@ -63,6 +63,8 @@ def ssd_scan(
     size = _CHUNK.get(x.device.type, 64) if chunk is None else chunk
     if size < 1:
         raise ValueError(f"chunk is at least 1, received {size}; leave it out for the device's own")
+    if length == 0:
+        return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     if length <= size:
         size = -(-length // 8) * 8  # tensor cores and vectors take multiples of eight
     work = torch.float64 if x.dtype == torch.float64 else torch.float32

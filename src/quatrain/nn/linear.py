@@ -133,6 +133,10 @@ class QuantLinear(nn.Linear):
         self._settle()
         return self
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._settle()  # this may be another machine
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._settle()  # with assign=True the weight may now live elsewhere
