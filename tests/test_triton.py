@@ -17,7 +17,7 @@ from quatrain.kernels.rounding import make_key
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-from quatrain.kernels import quantize_triton, triton_math  # noqa: E402
+from quatrain.kernels import quantize_triton  # noqa: E402
 from quatrain.kernels.operands import quantize_both  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -194,4 +194,3 @@ def test_division_by_a_constant_is_exact() -> None:
             np.float32
         )
         assert np.array_equal(corrected, mantissas / divisor), divisor
-    assert triton_math.divide_by_constant is not None
