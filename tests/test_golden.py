@@ -10,7 +10,8 @@ import quatrain as qt
 from quatrain.formats import unpack
 
 GOLDEN = Path(__file__).parent / "golden"
-BACKENDS = ["reference", "cpu"]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+BACKENDS = ["reference", "cpu", pytest.param("triton", marks=[pytest.mark.gpu, NO_GPU])]
 
 REFERENCE_VARIANTS = {
     "1d": qt.QuantSpec(),
@@ -35,6 +36,11 @@ PACKAGE_RULES = {
 }
 
 
+def quantize(x: torch.Tensor, spec: qt.QuantSpec | str, backend: str) -> qt.QTensor:
+    """On the device that the backend is for; the result on the CPU."""
+    return qt.quantize(x.cuda() if backend == "triton" else x, spec, backend=backend).to("cpu")
+
+
 def assert_same(q: qt.QTensor, packed: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, where: str) -> None:
     scales, rows = q.scales.view(torch.uint8), q.spec.block_shape[0]
     if scale.shape != scales.shape:  # two-dimensional scales repeated over the block's rows
@@ -56,7 +62,7 @@ def test_nvfp4_reference(backend: str) -> None:
     for key in sorted(k for k in tensors if k.endswith(".packed")):
         case, dtype, variant, direction, _ = key.split(".")
         x = tensors[f"{case}.{dtype}.input"]
-        q = qt.quantize(x.t() if direction == "col" else x, REFERENCE_VARIANTS[variant], backend=backend)
+        q = quantize(x.t() if direction == "col" else x, REFERENCE_VARIANTS[variant], backend)
         stem = key.removesuffix("packed")
         assert_same(q, tensors[key], tensors[f"{stem}scale"], tensors[f"{stem}amax"], key)
         compared += 1
@@ -73,7 +79,7 @@ def test_four_over_six(path: Path, backend: str) -> None:
         rotated = prefix[0] if prefix else None
         x = tensors[f"{rotated}.rotated"] if rotated else tensors["input"]
         spec = qt.QuantSpec(block=(16, 16) if dims == "2d" else None, **PACKAGE_RULES[rule])
-        q = qt.quantize(x, spec, backend=backend)
+        q = quantize(x, spec, backend)
         stem = key.removesuffix("packed")
         assert_same(q, tensors[key], tensors[f"{stem}scale"], tensors[f"{stem}amax"], key)
         if f"{stem}dequant" in tensors:
@@ -89,15 +95,15 @@ def test_rotation_is_the_packages() -> None:
             assert torch.equal(qt.Hadamard().forward(tensors["input"]), tensors["rht.rotated"])
 
 
-def test_order_of_operations_of_to_6() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_order_of_operations_of_to_6(backend: str) -> None:
     """amax_b * (S_enc * 1/6) and (amax_b / 6) * S_enc differ in the last bit here, and in the byte that results."""
     amax, block_max = PINNED_ORDER["amax"], PINNED_ORDER["block_max"]
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 16] = amax, block_max
-    for backend in BACKENDS:
-        assert qt.quantize(x, "nvfp4", backend=backend).scales.view(torch.uint8).tolist()[0] == PINNED_ORDER["to-6"]
-        other = qt.quantize(x, qt.QuantSpec(scale="search"), backend=backend)  # divides first
-        assert other.spec.scale_max == 448
+    assert quantize(x, "nvfp4", backend).scales.view(torch.uint8).tolist()[0] == PINNED_ORDER["to-6"]
+    other = quantize(x, qt.QuantSpec(scale="search"), backend)  # divides first
+    assert other.spec.scale_max == 448
     encode = torch.tensor(2688.0) / torch.tensor(amax)
     divided = ((torch.tensor(block_max) / 6.0) * encode).to(torch.float8_e4m3fn).view(torch.uint8)
     assert int(divided) == PINNED_ORDER["divided"] != PINNED_ORDER["to-6"][1]

@@ -31,6 +31,7 @@ from quatrain.kernels.triton_math import (
     round_to,
     scaled_eighth,
     sign_nibbles,
+    third_bytes,
     widen,
     without_eights,
 )
@@ -200,13 +201,12 @@ def _value(magnitude, m, start, middle, pair, HIGH: tl.constexpr, Q: tl.constexp
 
 @triton.jit
 def _magnitude_word(
-    magnitudes, m, start, middle, pair, HALF: tl.constexpr, Q: tl.constexpr, SAFE: tl.constexpr,
-    ARCH: tl.constexpr,
-):  # fmt: skip
+    magnitudes, m, start, middle, pair, HALF: tl.constexpr, Q: tl.constexpr, SAFE: tl.constexpr, ARCH: tl.constexpr
+):
     """Codes, without signs, of the first or second eight elements of each block."""
-    word = tl.zeros(m.shape, tl.int32)
     eighth_m = m * 0.125
-    for j in tl.static_range(7, -1, -1):
+    codes = ()
+    for j in tl.static_range(8):
         magnitude = magnitudes[8 * HALF + j]
         place = pair + (8 * HALF + j) // 2
         if not SAFE:
@@ -216,10 +216,16 @@ def _magnitude_word(
         else:
             r = half_word(pair_hash(start, middle, place), j % 2 == 1)
             code = e2m1_code_stochastic(scaled_eighth(magnitude, eighth_m, ARCH), r, ARCH)
-        word = word * 16 + code
-    if SAFE:  # less what the bits beside the codes add up to, 0x11111111 times them modulo 2**32
-        word = without_eights(word - (1061158912 if Q[7] == 0 else -572662944))
-    return word
+        codes = codes + (code,)
+    if SAFE and Q[7] != 0:
+        word = third_bytes(codes[0], codes[1], codes[2], codes[3], codes[4], codes[5], codes[6], codes[7], ARCH)
+    else:
+        word = tl.zeros(m.shape, tl.int32)
+        for j in tl.static_range(7, -1, -1):
+            word = word * 16 + codes[j]
+        if SAFE:  # less what the bits beside the codes add up to, 0x11111111 times UNITS' modulo 2**32
+            word = word - 1061158912
+    return without_eights(word) if SAFE else word
 
 
 @triton.jit

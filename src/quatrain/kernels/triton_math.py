@@ -91,30 +91,48 @@ def e2m1_code_nearest(eighth):
 
 
 @triton.jit
-def _less_twice(r, x, ARCH: tl.constexpr):
-    """x - 2 r; one multiply-add, which the compiler would take apart into a shift, a mask and a sum."""
+def e2m1_code_stochastic(eighth, r, ARCH: tl.constexpr):
+    """The same, up where (r + 1/2) / 65536 is below the fraction: the code in bits 16 to 19.
+
+    The lines are formed in units of 2**-16, rounded to nearest with ties down (slopes a hair below a power of two turn
+    ties aside and nothing else), and 2**16 - 1 added; less r that carries into the code exactly where
+    ceil(65536 fraction - 1/2) exceeds r.
+    """
     if ARCH == 0:
-        return x - 2 * r
-    return tl.inline_asm_elementwise(
-        "mad.lo.s32 $0, $1, -2, $2;", "=r,r,r", [r, x], dtype=tl.int32, is_pure=True, pack=1
-    )
+        below = tl.minimum(tl.ceil(eighth * 1048576.0 - 0.5), tl.ceil(eighth * 524288.0 - 0.5) + 131072.0)
+        line = tl.minimum(below, tl.ceil(eighth * 262144.0 - 0.5) + 262144.0)
+        bits = line.to(tl.int32) + (0x4B400000 + 65535)
+    else:
+        below = tl.minimum(
+            tl.fma(eighth, 1048575.9375, 12648447.0), tl.fma(eighth, 524287.96875, 12648447.0 + 131072.0)
+        )
+        bits = tl.minimum(below, tl.fma(eighth, 262143.984375, 12648447.0 + 262144.0)).to(tl.int32, bitcast=True)
+    return bits - r
 
 
 @triton.jit
-def e2m1_code_stochastic(eighth, r, ARCH: tl.constexpr):
-    """The same, up where (r + 1/2) / 65536 is below the fraction: 0x2560 + code.
-
-    The lines are formed in units of 2**-17, less one unit, rounded up, and 2**17 - 1 added; less 2 r that carries into
-    the code exactly where ceil(65536 fraction - 1/2) exceeds r.
-    """
+def third_bytes(t0, t1, t2, t3, t4, t5, t6, t7, ARCH: tl.constexpr):
+    """Eight codes from bits 16 to 19 of eight words, as the nibbles of one."""
     if ARCH == 0:
-        below = tl.minimum(tl.ceil(eighth * 2097152.0 - 1.0), tl.ceil(eighth * 1048576.0 - 1.0) + 262144.0)
-        line = tl.minimum(below, tl.ceil(eighth * 524288.0 - 1.0) + 524288.0)
-        bits = line.to(tl.int32) + (0x4AC00000 + 131071)
-    else:
-        below = tl.minimum(_fma_up(eighth, 1048576.0, 6356991.0), _fma_up(eighth, 524288.0, 6356991.0 + 131072.0))
-        bits = tl.minimum(below, _fma_up(eighth, 262144.0, 6356991.0 + 262144.0)).to(tl.int32, bitcast=True)
-    return _less_twice(r, bits, ARCH) >> 17
+        word = ((t7 >> 16) & 0xF) * 16 + ((t6 >> 16) & 0xF)
+        word = word * 256 + (((t5 >> 16) & 0xF) * 16 + ((t4 >> 16) & 0xF))
+        word = word * 256 + (((t3 >> 16) & 0xF) * 16 + ((t2 >> 16) & 0xF))
+        return word * 256 + (((t1 >> 16) & 0xF) * 16 + ((t0 >> 16) & 0xF))
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, e, o;
+        prmt.b32 a, $1, $3, 0x0062;
+        prmt.b32 b, $5, $7, 0x0062;
+        prmt.b32 c, $2, $4, 0x0062;
+        prmt.b32 d, $6, $8, 0x0062;
+        prmt.b32 e, a, b, 0x5410;
+        prmt.b32 o, c, d, 0x5410;
+        and.b32 e, e, 0x0f0f0f0f;
+        and.b32 o, o, 0x0f0f0f0f;
+        mad.lo.u32 $0, o, 16, e;
+        }""",
+        "=r,r,r,r,r,r,r,r,r", [t0, t1, t2, t3, t4, t5, t6, t7], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -341,6 +359,6 @@ def round_to(x, DTYPE: tl.constexpr, ARCH: tl.constexpr):
 @triton.jit
 def widen(x, ARCH: tl.constexpr):
     """A floating tensor as fp32; the interpreter flushes subnormal BF16 when it casts."""
-    if ARCH == 0 and x.dtype == tl.bfloat16:
+    if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
