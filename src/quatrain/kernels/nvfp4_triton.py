@@ -180,8 +180,7 @@ def _walk_rows(
 ):  # fmt: skip
     tensor = _tensor(amax, Q)
     index = tl.arange(0, TILE_ROWS * TILE_BLOCKS)
-    # From the end, which the maximum's pass read last and the cache may still hold.
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS + index // TILE_BLOCKS
+    row = tl.program_id(0) * TILE_ROWS + index // TILE_BLOCKS
     start, middle = row, row
     if Q[7]:
         first, second = key_state(key_ptr)
@@ -234,8 +233,7 @@ def _walk_tiles(
     if BOTH and ROW_Q[7]:
         row_first, row_second = key_state(row_key_ptr)
     for step in range(REPEATS):
-        # From the end, which the maximum's pass read last and the cache may still hold.
-        group = ((tl.num_programs(1) - 1 - tl.program_id(1)) * REPEATS + step) * GROUPS
+        group = (tl.program_id(1) * REPEATS + step) * GROUPS
         _quantize_columns(
             x_ptr, codes_ptr, scales_ptr, tensor, start, middle, group, column, rows, columns, stride,
             SIGNS, Q, DECODED, EVEN, SAFE, ARCH, GROUPS,

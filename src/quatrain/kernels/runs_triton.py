@@ -19,6 +19,7 @@ from quatrain.kernels.triton_math import (
     round_pair,
     round_to,
     scaled_eighth,
+    third_bytes,
     widen,
     without_eights,
 )
@@ -275,22 +276,29 @@ def e2m1_word(xs, m, start, middle, pair, FIRST: tl.constexpr, Q: tl.constexpr, 
 
     pair: the column pair of element FIRST.
     """
-    word = tl.zeros(xs[0].shape, tl.int32)
     # A power of two takes the eighth exactly. Another multiplier may be subnormal by then; the product may be too, but
     # only where the code is 0 and stays so.
     factor = m * 0.125 if Q[0] == "mxfp4" else tl.full(m.shape, 0.125, tl.float32)
-    for i in tl.static_range(3, -1, -1):
+    codes = ()
+    for i in tl.static_range(4):
         if Q[9]:
             drawn = pair_hash(start, middle, pair + i)
-        for j in tl.static_range(1, -1, -1):
+        for j in tl.static_range(2):
             magnitude = tl.abs(xs[FIRST + 2 * i + j])
             eighth = scaled_eighth(magnitude if Q[0] == "mxfp4" else magnitude * m, factor, ARCH)
             if Q[9]:
-                word = word * 16 + e2m1_code_stochastic(eighth, half_word(drawn, j == 1), ARCH)
+                code = e2m1_code_stochastic(eighth, half_word(drawn, j == 1), ARCH)
             else:
-                word = word * 16 + e2m1_code_nearest(eighth)
-    # Less what the bits beside the codes add up to: 0x11111111 times them, modulo 2**32.
-    word = without_eights(word - (-572662944 if Q[9] else 1061158912)) | _sign_nibbles(xs, FIRST, ARCH)
+                code = e2m1_code_nearest(eighth)
+            codes = codes + (code,)
+    if Q[9]:
+        word = third_bytes(codes[0], codes[1], codes[2], codes[3], codes[4], codes[5], codes[6], codes[7], ARCH)
+    else:
+        word = tl.zeros(xs[0].shape, tl.int32)
+        for j in tl.static_range(7, -1, -1):
+            word = word * 16 + codes[j]
+        word = word - 1061158912  # what the bits beside the codes add up to: 0x11111111 times them, modulo 2**32
+    word = without_eights(word) | _sign_nibbles(xs, FIRST, ARCH)
     return tl.where(m != m, 0x77777777, word)
 
 
