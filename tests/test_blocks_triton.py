@@ -72,8 +72,15 @@ def assert_same(x: Tensor, spec: Spec, cast: torch.dtype | None = None) -> tuple
     want = quantize_reference(x if cast is None else x.to(cast), spec, KEY)
     got = quantize_blocks(x, spec, KEY, cast=cast)
     for name, a, b in zip(("codes", "scales", "amax"), got, want, strict=True):
-        assert same(a, b), (name, spec, tuple(x.shape), x.dtype, x.stride())
+        assert same(a, b), (name, spec, tuple(x.shape), x.dtype, x.stride(), differences(a, b))
     return want
+
+
+def differences(a: Tensor, b: Tensor) -> str:
+    """How many elements differ, and the first few of them."""
+    left, right = (t.contiguous().view(torch.uint8).flatten() for t in (a, b))
+    places = (left != right).nonzero().flatten()
+    return f"{len(places)} of {len(left)} bytes, at {places[:8].tolist()}: {left[places[:8]]}, not {right[places[:8]]}"
 
 
 def block_values(parts: tuple[Tensor, Tensor, Tensor], x: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
@@ -99,18 +106,16 @@ def test_every_spec(i: int, spec: Spec) -> None:
 
 
 @gpu_only
-@pytest.mark.parametrize("spec", supported_specs(), ids=lambda s: s.to_json())
-def test_every_spec_and_transform_on_larger_inputs(spec: Spec) -> None:
+@pytest.mark.parametrize("spec", [s for _, s in turned()], ids=lambda s: s.to_json())
+def test_larger_inputs(spec: Spec) -> None:
     inputs = [
         torch.randn(33, 77, device=DEVICE).bfloat16(),
         wide(130, 264),
         (torch.randn(512, 1024, device=DEVICE) ** 5).half(),
-        torch.randn(1024, 2048, device=DEVICE).bfloat16(),
     ]
-    for full in transforms(spec):
-        for x in inputs:
-            assert_same(x, full)
-            assert_same(column_major(x), full)
+    for x in inputs:
+        assert_same(x, spec)
+        assert_same(column_major(x), spec)
 
 
 EXTREME = [

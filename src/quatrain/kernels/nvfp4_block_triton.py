@@ -205,27 +205,26 @@ def _magnitude_word(
 ):
     """Codes, without signs, of the first or second eight elements of each block."""
     eighth_m = m * 0.125
-    codes = ()
-    for j in tl.static_range(8):
-        magnitude = magnitudes[8 * HALF + j]
-        place = pair + (8 * HALF + j) // 2
-        if not SAFE:
-            code = e2m1_code(_value(magnitude, m, start, middle, place, j % 2 == 1, Q, ARCH))
-        elif Q[7] == 0:
-            code = e2m1_code_nearest(scaled_eighth(magnitude, eighth_m, ARCH))
-        else:
-            r = half_word(pair_hash(start, middle, place), j % 2 == 1)
-            code = e2m1_code_stochastic(scaled_eighth(magnitude, eighth_m, ARCH), r, ARCH)
-        codes = codes + (code,)
-    if SAFE and Q[7] != 0:
+    if SAFE and Q[7] == 0:
+        word = tl.zeros(m.shape, tl.int32)
+        for j in tl.static_range(7, -1, -1):
+            word = word * 16 + e2m1_code_nearest(scaled_eighth(magnitudes[8 * HALF + j], eighth_m, ARCH))
+        # Less what the bits beside the codes add up to, 0x11111111 times UNITS' modulo 2**32.
+        word = without_eights(word - 1061158912)
+    elif SAFE:
+        codes = ()
+        for j in tl.static_range(8):
+            r = half_word(pair_hash(start, middle, pair + (8 * HALF + j) // 2), j % 2 == 1)
+            eighth = scaled_eighth(magnitudes[8 * HALF + j], eighth_m, ARCH)
+            codes = codes + (e2m1_code_stochastic(eighth, r, ARCH),)
         word = third_bytes(codes[0], codes[1], codes[2], codes[3], codes[4], codes[5], codes[6], codes[7], ARCH)
+        word = without_eights(word)
     else:
         word = tl.zeros(m.shape, tl.int32)
         for j in tl.static_range(7, -1, -1):
-            word = word * 16 + codes[j]
-        if SAFE:  # less what the bits beside the codes add up to, 0x11111111 times UNITS' modulo 2**32
-            word = word - 1061158912
-    return without_eights(word) if SAFE else word
+            place = pair + (8 * HALF + j) // 2
+            word = word * 16 + e2m1_code(_value(magnitudes[8 * HALF + j], m, start, middle, place, j % 2 == 1, Q, ARCH))
+    return word
 
 
 @triton.jit
