@@ -35,6 +35,7 @@ from quatrain.kernels.triton_math import (
     FLT_MAX,
     block_scale,
     e2m1_nearest,
+    e4m3_code,
     encode_scale,
     key_state,
     reciprocal,
@@ -78,11 +79,14 @@ def _nvfp4_scales(xs, largest, amax, encode, decode, Q: tl.constexpr, ARCH: tl.c
         for i in range(1, 21 if Q[3] == "search" else 2):
             count = tl.zeros([1, 1], tl.float32) + i  # fp32(0.8 + 0.05 i) is (16 + i) / 20 for every i
             factor = tl.div_rn(count + 16.0, 20.0) if Q[3] == "search" else 1.5
-            next_code, next_scale, next_m = _try_scale(ideal * factor, decode, Q, ARCH)
+            _, next_scale, next_m = _try_scale(ideal * factor, decode, Q, ARCH)
             next_error = _block_error(xs, next_m, next_scale, amax, Q)
             better = next_error < error
-            code, scale = tl.where(better, next_code, code), tl.where(better, next_scale, scale)
+            scale = tl.where(better, next_scale, scale)
             m, error = tl.where(better, next_m, m), tl.where(better, next_error, error)
+        # The code is that of the scale chosen. Carried through the loop instead, two codes share a register, and the
+        # assembler of CUDA 12.8 loses the second.
+        code = e4m3_code(scale, False)
     undefined = amax != amax
     return tl.where(undefined, 0x7F, code), tl.where(undefined, amax, scale), tl.where(undefined, amax, m)
 
