@@ -65,15 +65,37 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], arch: 
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=settings)
 
 
-def spills(cubin: bytes) -> int:
-    """Bytes of stack: what ptxas spilled (these kernels have no other use for it)."""
+def said(cubin: bytes, *command: str) -> str:
+    """What one of CUDA's tools says of a binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run(
-            [str(BINARIES / "cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    return sum(int(n) for n in re.findall(r"STACK:(\d+)", done.stdout))
+        line = [str(BINARIES / command[0]), *command[1:], file.name]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+
+
+def spills(cubin: bytes) -> int:
+    """Bytes of stack: what ptxas spilled (these kernels have no other use for it)."""
+    return sum(int(n) for n in re.findall(r"STACK:(\d+)", said(cubin, "cuobjdump", "-res-usage")))
+
+
+def merges(cubin: bytes) -> int:
+    """E4M3 conversions that take their upper half from a register that no such conversion has filled.
+
+    ptxas 12.8 can merge the shifted copy of a conversion's result before that result is there.
+    """
+    writer: dict[str, str] = {}
+    count = 0
+    for line in said(cubin, "nvdisasm", "-c").splitlines():
+        found = re.match(r"\s*/\*\w+\*/\s+(?:@!?U?P\d+ )?(\S+) (R\d+)(.*);", line)
+        if found is None:
+            continue
+        operation, target, rest = found.groups()
+        merged = re.search(r", (R\d+)\S* $", rest)
+        if "E4M3" in operation and "MERGE_C" in operation and merged:
+            count += "E4M3" not in writer.get(merged[1], "")
+        writer[target] = operation
+    return count
 
 
 def launch_all() -> None:
@@ -91,6 +113,7 @@ def launch_all() -> None:
     for general in (spec(block=(16, 16)), spec("mxfp4", rounding="stochastic"), spec("mxfp8"), spec("fp8")):
         blocks_triton.quantize_blocks(x, general, key)
     blocks_triton.quantize_blocks(x.float(), spec(block=(16, 16)), None, cast=torch.bfloat16)
+    blocks_triton.quantize_blocks(x[:130, :264].float(), spec(scale="search"), None)
     q, w = qt.quantize(x, "nvfp4"), qt.quantize(x, "fp8")
     decode_triton.decode(q.codes, q.scales, q.spec)
     matmul_triton.fp8_matmul(w.codes, w.scales, w.codes, w.scales, (256, 256), torch.bfloat16, None)
@@ -126,6 +149,7 @@ def main(architectures: list[int]) -> None:
                 "four_over_six": any(isinstance(a, tuple) and a[0] in (2, "four-over-six") for a in args),
                 "stochastic": any(isinstance(a, tuple) and len(a) == 8 and a[7] == 1 for a in args),
                 "stack": spills(binary.asm["cubin"]),
+                "merges": merges(binary.asm["cubin"]),
                 "bytes": len(binary.asm["cubin"]),
             }
             print(json.dumps(facts), flush=True)

@@ -22,6 +22,7 @@ def test_kernels_compile(arch: int, target: str) -> None:
         "rows_kernel", "tiles_kernel", "amax_kernel", "blocks_kernel", "decode_kernel", "fp8_kernel", "factors_kernel"
     }  # fmt: skip
     assert all(k["target"] == target and k["bytes"] > 5000 for k in kernels)  # an empty kernel would be smaller
+    assert not any(k["merges"] for k in kernels)
     nearest = [k for k in kernels if k["kernel"] in ("rows_kernel", "tiles_kernel") and not k["stochastic"]]
     candidates = [k for k in kernels if k["four_over_six"]]
     assert len(candidates) == 2 and all(k["stack"] == 0 for k in candidates)  # nothing spilled

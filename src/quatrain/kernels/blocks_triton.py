@@ -64,8 +64,8 @@ def _block_error(xs, m, scale, amax, Q: tl.constexpr):
 
 @triton.jit
 def _try_scale(ideal, decode, Q: tl.constexpr, ARCH: tl.constexpr):
-    code, scale = block_scale(ideal, Q[5], ARCH)
-    return code, scale, tl.minimum(reciprocal(scale * decode, ARCH), FLT_MAX)
+    _, scale = block_scale(ideal, Q[5], ARCH)
+    return scale, tl.minimum(reciprocal(scale * decode, ARCH), FLT_MAX)
 
 
 @triton.jit
@@ -73,20 +73,20 @@ def _nvfp4_scales(xs, largest, amax, encode, decode, Q: tl.constexpr, ARCH: tl.c
     """Code, value and multiplier of each block; of several candidates the first with the smallest error."""
     ideal = largest * (encode * Q[7]) if Q[3] == "to-6" else tl.div_rn(largest, Q[6]) * encode
     first = ideal * 0.800000011920929 if Q[3] == "search" else ideal
-    code, scale, m = _try_scale(first, decode, Q, ARCH)
+    scale, m = _try_scale(first, decode, Q, ARCH)
     if Q[3] == "search" or Q[3] == "four-over-six":
         error = _block_error(xs, m, scale, amax, Q)
         for i in range(1, 21 if Q[3] == "search" else 2):
             count = tl.zeros([1, 1], tl.float32) + i  # fp32(0.8 + 0.05 i) is (16 + i) / 20 for every i
             factor = tl.div_rn(count + 16.0, 20.0) if Q[3] == "search" else 1.5
-            _, next_scale, next_m = _try_scale(ideal * factor, decode, Q, ARCH)
+            next_scale, next_m = _try_scale(ideal * factor, decode, Q, ARCH)
             next_error = _block_error(xs, next_m, next_scale, amax, Q)
             better = next_error < error
             scale = tl.where(better, next_scale, scale)
             m, error = tl.where(better, next_m, m), tl.where(better, next_error, error)
-        # The code is that of the scale chosen. Carried through the loop instead, two codes share a register, and the
-        # assembler of CUDA 12.8 loses the second.
-        code = e4m3_code(scale, False)
+    # The code once more, of the scale chosen. When the conversion's own bytes are kept, two codes share a register and
+    # ptxas of CUDA 12.8 may merge them before the second is there.
+    code = e4m3_code(scale, False)
     undefined = amax != amax
     return tl.where(undefined, 0x7F, code), tl.where(undefined, amax, scale), tl.where(undefined, amax, m)
 
