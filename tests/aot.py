@@ -20,14 +20,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import quatrain as qt
-from quatrain.kernels import blocks_triton, decode_triton, matmul_triton, nvfp4_triton, quantize_triton
+from quatrain.kernels import adamw_triton, blocks_triton, decode_triton, matmul_triton, nvfp4_triton, quantize_triton
+from quatrain.kernels.adamw import Item, MomentSpec, empty_state
 from quatrain.kernels.rounding import make_key
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
     torch.int32: "*i32", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-MODULES = (nvfp4_triton, blocks_triton, decode_triton, matmul_triton)
+MODULES = (nvfp4_triton, blocks_triton, decode_triton, matmul_triton, adamw_triton)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -118,6 +119,10 @@ def launch_all() -> None:
     decode_triton.decode(q.codes, q.scales, q.spec)
     matmul_triton.fp8_matmul(w.codes, w.scales, w.codes, w.scales, (256, 256), torch.bfloat16, None)
     matmul_triton.factors([(amax[:1], 2688.0)])
+    for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "bf16-sr")):
+        weight, moments = torch.zeros(16, 2048, dtype=dtype), MomentSpec(master=master)
+        state = empty_state(16, 2048, moments, torch.device("cpu"))
+        adamw_triton.step([Item(weight, weight, state, 0)], torch.ones(10), key, moments)
 
 
 def main(architectures: list[int]) -> None:
@@ -132,7 +137,7 @@ def main(architectures: list[int]) -> None:
         launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         for (module, name), kernel in kernels.items():
             setattr(module, name, Recorder(kernel, launches))
-        for module in (quantize_triton, blocks_triton, decode_triton):
+        for module in (quantize_triton, blocks_triton, decode_triton, adamw_triton):
             module.architecture = lambda device, arch=arch: arch
         launch_all()
         for kernel, args, options in launches:

@@ -19,13 +19,16 @@ def test_kernels_compile(arch: int, target: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {k["kernel"] for k in kernels} == {
-        "rows_kernel", "tiles_kernel", "amax_kernel", "blocks_kernel", "decode_kernel", "fp8_kernel", "factors_kernel"
+        "rows_kernel", "tiles_kernel", "amax_kernel", "blocks_kernel", "decode_kernel", "fp8_kernel", "factors_kernel",
+        "adamw_kernel",
     }  # fmt: skip
     assert all(k["target"] == target and k["bytes"] > 5000 for k in kernels)  # an empty kernel would be smaller
     assert not any(k["merges"] for k in kernels)
     nearest = [k for k in kernels if k["kernel"] in ("rows_kernel", "tiles_kernel") and not k["stochastic"]]
     candidates = [k for k in kernels if k["four_over_six"]]
     assert len(candidates) == 2 and all(k["stack"] == 0 for k in candidates)  # nothing spilled
+    steps = [k for k in kernels if k["kernel"] == "adamw_kernel"]
+    assert len(steps) == 2 and all(k["stack"] == 0 for k in steps)
     if arch >= 100:
         assert all(k["to_fp4"] for k in nearest) and all(k["from_fp4"] for k in candidates)
     else:
