@@ -158,6 +158,19 @@ def test_gpu_model_trains_both_and_compares(on_cpu):
     assert [r["median"] for r in script.rows("eager", script.TINY, runs)][1] == 0.5
 
 
+def test_gpu_optim_runs_small(tmp_path, on_cpu):
+    script = load("gpu_optim", on_cpu)
+    keys = ["adamw_bf16_vs_torch_fused", "adamw_state_bytes_per_param"]
+    argv = ["gpu_optim.py", "--out", str(tmp_path), "--layers", "1", "--width", "128", "--vocabulary", "512", "--only"]
+    on_cpu.setattr(sys, "argv", [*argv, *keys])
+    script.main()
+    rows = by_key(tmp_path / "gpu_optim.json")
+    assert json.loads((tmp_path / "gpu_optim.json").read_text())["failed"] == {}
+    assert rows["adamw_bf16_vs_torch_fused"]["bar"] == 1.05 and "adamw_vs_bnb8bit" not in rows
+    assert 1.14 < rows["adamw_state_bytes_per_param"]["median"] < 1.2
+    assert rows["adamw_state_bytes_per_param"]["median"] < rows["adamw_default_bytes_per_param"]["median"]
+
+
 def test_gpu_model_reports_a_variant_that_ends_badly(tmp_path, on_cpu):
     script = load("gpu_model", on_cpu)
     options = argparse.Namespace(out=tmp_path, steps=1, warmup=0, layers=None, tiny=True, profile=False, timeout=0.05)

@@ -11,7 +11,7 @@ import pytest
 
 from quatrain import cli, commands
 
-COMMANDS = ("train", "compare", "report", "recipe", "inspect", "doctor")
+COMMANDS = ("train", "compare", "report", "recipe", "inspect", "fit-coefficients", "doctor")
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quatrain import checkpoint
 from quatrain.files import unsigned
 from quatrain.nn import NonFiniteError
-from quatrain.recipe import Phase, load_recipe
+from quatrain.recipe import OptimizerRows, Phase, load_recipe
 from quatrain.train import RunConfig, Trainer, load_run, train
 from quatrain.train import loop as loop_module
-from quatrain.train.config import OptimizerConfig, replace_in
+from quatrain.train.config import replace_in
 from quatrain.train.optimizer import make_optimizer
 from quatrain.train.parts import Parts, assemble
 from quatrain.train.progress import Display
@@ -244,7 +244,8 @@ def test_weight_decay_is_for_matrices():
             self.frozen = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
 
     model = Mixer()
-    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3), torch.device("cpu"))
+    run = load_run("[model]\npreset = 'tiny-llama'\n[train]\nsteps = 1\n[optimizer]\nweight_decay = 0.3\n")
+    optimizer = make_optimizer(model, run, torch.device("cpu"), OptimizerRows())
     names = {id(p): name for name, p in model.named_parameters()}
     groups = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in optimizer.param_groups}
     assert groups[0.3] == {"in_proj.weight", "conv1d.weight"}

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quatrain import optim
     from quatrain.formats import Hadamard, QTensor, QuantSpec
     from quatrain.kernels import matmul, quantize
     from quatrain.nn import NonFiniteError, check_finite, drop_weight_codes, rng_state, set_precision, set_rng_state
@@ -28,6 +29,7 @@ __all__ = [
     "drop_weight_codes",
     "load_recipe",
     "matmul",
+    "optim",
     "quantize",
     "recipe_names",
     "rng_state",
@@ -35,7 +37,7 @@ __all__ = [
     "set_rng_state",
 ]
 
-_PARTS = ("formats", "kernels", "nn", "recipe")
+_PARTS = ("formats", "kernels", "nn", "optim", "recipe")
 
 
 def __getattr__(name: str) -> Any:

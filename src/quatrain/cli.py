@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> None:
     finally:
         if ours:
             signal.signal(signal.SIGINT, previous)
-    getattr(commands, options.run)(options)
+    getattr(commands, options.run.replace("-", "_"))(options)
     sys.stdout.flush()
 
 
@@ -120,6 +120,7 @@ def _parser() -> _Parser:
     _recipe_command(commands)
     _inspect_command(commands)
     _doctor_command(commands)
+    _fit_command(commands)
     return parser
 
 
@@ -220,3 +221,31 @@ def _inspect_command(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _doctor_command(commands: argparse._SubParsersAction[_Parser]) -> None:
     _command(commands, "doctor", "what this machine will use, and why", "quatrain doctor")
+
+
+def _fit_command(commands: argparse._SubParsersAction[_Parser]) -> None:
+    examples = """
+    quatrain fit-coefficients --out mine.toml
+    quatrain fit-coefficients --rows 128 512 --ratios 1 4 --split none diagonal --out mine.toml
+    quatrain fit-coefficients --operands bf16 --rows 2048 --spectra momenta.safetensors --out bf16.toml
+    """
+    summary = (
+        "fit Newton-Schulz coefficients of Root and Muon to the arithmetic that runs them; the same command resumes"
+    )
+    parser = _command(commands, "fit-coefficients", summary, examples)
+    add = parser.add_argument
+    add("--out", type=_path, default=Path("coefficients.toml"), help="the table, written after every shape")
+    add("--rows", type=int, nargs="+", default=[128], metavar="M", help="smaller dimensions (default: 128)")
+    add("--ratios", type=float, nargs="+", default=[1, 2, 4, 8], metavar="R", help="larger over smaller dimension")
+    add("--operands", choices=("nvfp4", "bf16"), default="nvfp4", help="what the products read (default: nvfp4)")
+    add("--split", nargs="+", choices=("none", "diagonal"), default=["none"], help="with or without the diagonal split")
+    add("--schedule", action="store_true", help="one triple for each step in place of one for all")
+    add("--steps", type=int, default=5, help="of the iteration (default: 5)")
+    add("--spectra", type=_path, metavar="FILE", help="safetensors file of recorded momenta or their singular values")
+    add("--matrices", type=int, default=2, help="random matrices of each kind in the loss (default: 2)")
+    add("--population", type=int, default=40, help="candidates a round (default: 40)")
+    add("--rounds", type=int, default=14, help="of the cross-entropy method (default: 14)")
+    add("--seed", type=int, default=0, help="of matrices and candidates (default: 0)")
+    add("--device", default="cpu", help="where the loss is computed (default: cpu)")
+    add("--restart", action="store_true", help="fit every shape anew")
+    add("--quiet", action="store_true", help="no progress on stderr")

@@ -11,14 +11,15 @@ import importlib.util
 import json
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quatrain import __version__
-from quatrain.files import expand, is_signed
+from quatrain.files import expand, is_signed, replace_file
 from quatrain.nn import OPERANDS
-from quatrain.recipe import describe, load_recipe, recipe_names
+from quatrain.recipe import describe, load_recipe, optimizer_words, recipe_names
 from quatrain.recipe import diff as differences
 
 _TRAIN_PACKAGES = ("transformers", "tokenizers", "rich", "plotly", "pyarrow")
@@ -127,6 +128,8 @@ def _show_recipe(name: str, resolved: bool) -> None:
         print(_columns([(n, describe(r)) for n, r in zip(OPERANDS, recipe.linear.rows, strict=True)]))
         kept = recipe.to_dict()["linear"]["keep"].items()
         print("\nkeep:  " + "  ".join(f"{k}={v}" for k, v in kept if v not in (0, 0.0, [], None)))
+    if recipe.optimizer.to_dict():
+        print(f"optimizer: {optimizer_words(recipe.optimizer)}")
     for phase in recipe.phases:
         print(f"phase: from {phase.at:g} of the run, {phase.bf16} in BF16")
 
@@ -264,3 +267,92 @@ def doctor(_: argparse.Namespace) -> None:
     missing = [name for name in _TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
     rows.append(("[train] extra", "no" if missing else "yes", f"missing: {', '.join(missing)}" if missing else ""))
     print(_columns(rows))
+
+
+def fit_coefficients(options: argparse.Namespace) -> None:
+    """`quatrain fit-coefficients`."""
+    from quatrain.optim.coefficients import format_entry, parse_table
+    from quatrain.optim.fitting import Fit, fit, load_spectra
+
+    out = expand(options.out, "--out")
+    spectra = load_spectra(expand(options.spectra, "--spectra")) if options.spectra else []
+    shared = {key: getattr(options, key) for key in _FIT_OPTIONS}
+    shapes = [(rows, ratio, split) for split in options.split for rows in options.rows for ratio in options.ratios]
+    tasks = [
+        Fit(rows=rows, ratio=ratio, split=None if split == "none" else split, **shared)
+        for rows, ratio, split in dict.fromkeys(shapes)
+    ]
+    text = _table_so_far(out, _fit_command(options), options.restart)
+    done = {(e.rows, e.ratio, e.split) for e in parse_table(text, str(out)).get("fitted", ())}
+    tasks = [task for task in tasks if (task.rows, float(task.ratio), task.split or "none") not in done]
+    display = _FitProgress(sum(task.evaluations for task in tasks), options.quiet)
+    for number, task in enumerate(tasks):
+        display.begin(f"{number + 1}/{len(tasks)}  m {task.rows}, n/m {task.ratio:g}, split {task.split or 'none'}")
+        found = fit(task, spectra, display.update)
+        display.end(task.evaluations, found.loss)
+        text += "\n" + format_entry("fitted", found.entry, loss=found.loss, largest=found.range.largest)
+        replace_file(out, text)
+    print(f"{len(done) + len(tasks)} entries, {len(tasks)} of them new; {out}")
+
+
+_FIT_OPTIONS = ("operands", "steps", "schedule", "population", "rounds", "matrices", "seed", "device")
+
+
+def _fit_command(options: argparse.Namespace) -> str:
+    """The line that heads a table: what must be equal for entries to be comparable."""
+    switches = [f"--{key} {getattr(options, key)}" for key in _FIT_OPTIONS if key not in ("schedule", "device")]
+    if options.schedule:
+        switches.append("--schedule")
+    if options.spectra:
+        switches.append(f"--spectra {options.spectra.name}")
+    return f"# quatrain fit-coefficients {' '.join(switches)}\n"
+
+
+def _table_so_far(out: Path, command: str, restart: bool) -> str:
+    """What to append to: the table at `out` if the same settings wrote it, else its first lines."""
+    if restart or not out.exists():
+        return f"{command}# quatrain {__version__}, torch {_version_of('torch')}\n"
+    text = out.read_text(encoding="utf-8")
+    if not text.startswith(command):
+        raise ValueError(
+            f"{out} was not written with these settings ({command[2:].strip()}); choose another --out, or --restart"
+        )
+    return text
+
+
+class _FitProgress:
+    """Rate and time left: one line that is written over on a terminal, else a line every ten seconds."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self._total, self._quiet = total, quiet
+        self._terminal = sys.stderr.isatty()
+        self._start = self._shown = time.monotonic()
+        self._before, self._title = 0, ""
+
+    def begin(self, title: str) -> None:
+        """A shape begins."""
+        self._title = title
+
+    def update(self, done: int, loss: float) -> None:
+        """So many candidates of the shape, and the best loss among them."""
+        now = time.monotonic()
+        if self._quiet or now - self._shown < (0.2 if self._terminal else 10.0):
+            return
+        self._shown = now
+        everything = self._before + done
+        rate = everything / (now - self._start)
+        minutes, seconds = divmod(round((self._total - everything) / rate), 60)
+        line = f"{self._title}  candidate {done}  loss {loss:.4f}  {rate:.1f}/s  {minutes}:{seconds:02d} left"
+        print(
+            f"\r{line}\x1b[K" if self._terminal else line,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def end(self, evaluations: int, loss: float) -> None:
+        """A shape is fitted."""
+        self._before += evaluations
+        if not self._quiet:
+            head = "\r\x1b[K" if self._terminal else ""
+            print(f"{head}{self._title}  loss {loss:.4f}", file=sys.stderr)

@@ -2,11 +2,13 @@
 
 from quatrain.nn import set_precision
 from quatrain.recipe.apply import Report, apply
-from quatrain.recipe.diff import describe, diff
+from quatrain.recipe.diff import describe, diff, optimizer_words
+from quatrain.recipe.optimizer import OptimizerRows, operands_of
 from quatrain.recipe.schema import Keep, Phase, Recipe, check_keys, load_recipe, phase_from_dict, recipe_names
 
 __all__ = [
     "Keep",
+    "OptimizerRows",
     "Phase",
     "Recipe",
     "Report",
@@ -15,6 +17,8 @@ __all__ = [
     "describe",
     "diff",
     "load_recipe",
+    "operands_of",
+    "optimizer_words",
     "phase_from_dict",
     "recipe_names",
     "set_precision",

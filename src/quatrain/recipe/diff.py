@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from quatrain.formats import QuantSpec
 from quatrain.nn import OPERANDS
+from quatrain.recipe.optimizer import OptimizerRows
 from quatrain.recipe.schema import Recipe
 
 
@@ -19,6 +21,12 @@ def diff(left: Recipe, right: Recipe) -> list[tuple[str, str, str]]:
         for key in sorted(before.keys() | after.keys()):
             if before.get(key) != after.get(key):
                 changes.append((f"keep.{key}", _text(before.get(key)), _text(after.get(key))))
+    for key in (f.name for f in fields(OptimizerRows)):
+        a, b = getattr(left.optimizer, key), getattr(right.optimizer, key)
+        if key == "operands":
+            changes += _row_changes("optimizer.operands", a, b)
+        elif a != b:
+            changes.append((f"optimizer.{key}", _text(a), _text(b)))
     if left.phases != right.phases:
         changes.append(("phases", _text(left.to_dict()["phase"]), _text(right.to_dict()["phase"])))
     return changes
@@ -34,6 +42,12 @@ def describe(spec: QuantSpec | None) -> str:
         if key not in ("format", "block") and value != plain.get(key):
             parts.append(f"hadamard {value['size']}" if key == "transform" else str(value))
     return " ".join(parts)
+
+
+def optimizer_words(rows: OptimizerRows) -> str:
+    """The [optimizer] table in one line, departures only."""
+    found = rows.to_dict() | ({"operands": describe(rows.operands)} if rows.operands is not None else {})
+    return "  ".join(f"{key}={_text(value)}" for key, value in found.items())
 
 
 def _row_changes(name: str, a: QuantSpec | None, b: QuantSpec | None) -> list[tuple[str, str, str]]:

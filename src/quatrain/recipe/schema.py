@@ -18,6 +18,7 @@ from typing import Any
 from quatrain.files import expand
 from quatrain.formats import QuantSpec
 from quatrain.nn import OPERANDS, LinearRows
+from quatrain.recipe.optimizer import OptimizerRows, optimizer_from_dict
 from quatrain.toml import format_value
 
 
@@ -90,6 +91,7 @@ class Recipe:
     linear: LinearRows = field(default_factory=LinearRows)
     keep: Keep = field(default_factory=Keep)
     phases: tuple[Phase, ...] = ()
+    optimizer: OptimizerRows = field(default_factory=OptimizerRows)
 
     @property
     def quantizes(self) -> bool:
@@ -103,11 +105,13 @@ class Recipe:
         keep["names"] = list(self.keep.names)
         if keep["blocks"] is None:
             keep.pop("blocks")
+        optimizer = self.optimizer.to_dict()
         return {
             "name": self.name,
             "description": self.description,
             "source": self.source,
             "linear": {**rows, "keep": keep} if self.quantizes else {},
+            **({"optimizer": optimizer} if optimizer else {}),
             "phase": [_phase_to_dict(p) for p in self.phases],
         }
 
@@ -119,6 +123,8 @@ class Recipe:
             keep = data["linear"].pop("keep")
             lines += ["", "[linear]", *(f"{name} = {format_value(row)}" for name, row in data["linear"].items())]
             lines += ["", "[linear.keep]", *(f"{key} = {format_value(value)}" for key, value in keep.items())]
+        if data.get("optimizer"):
+            lines += ["", "[optimizer]", *(f"{key} = {format_value(v)}" for key, v in data["optimizer"].items())]
         for phase in data["phase"]:
             lines += ["", "[[phase]]", *(f"{key} = {format_value(value)}" for key, value in phase.items())]
         return "\n".join(lines) + "\n"
@@ -191,20 +197,24 @@ def check_keys(data: dict[str, Any], valid: tuple[str, ...], where: str) -> None
 
 
 def _recipe_from_dict(data: dict[str, Any]) -> Recipe:
-    check_keys(data, ("name", "description", "source", "linear", "phase"), "the recipe")
+    check_keys(data, ("name", "description", "source", "linear", "optimizer", "phase"), "the recipe")
     for key in ("name", "description", "source"):
         if not isinstance(data.get(key, ""), str):
             raise ValueError(f"{key} must be text, received {data[key]!r}")
     linear = dict(_table(data.get("linear", {}), "linear"))
     keep = _keep_from_dict(_table(linear.pop("keep", {}), "linear.keep"))
     rows = _rows_from_dict(linear)
-    default_name = "bf16" if not any(rows.rows) else "unnamed"
+    optimizer = dict(_table(data.get("optimizer", {}), "optimizer"))
+    check_keys(optimizer, tuple(f.name for f in fields(OptimizerRows)), "[optimizer]")
+    optimizer_rows = optimizer_from_dict(optimizer)
+    default_name = "bf16" if not any(rows.rows) and not optimizer_rows.to_dict() else "unnamed"
     if not isinstance(data.get("phase", []), list):
         raise ValueError(f"phases are written as [[phase]] tables, received phase = {data['phase']!r}")
     phases = tuple(phase_from_dict(p, allow_step=False) for p in data.get("phase", []))
     return Recipe(
-        data.get("name", default_name), data.get("description", ""), data.get("source", ""), rows, keep, phases
-    )
+        data.get("name", default_name), data.get("description", ""), data.get("source", ""), rows, keep, phases,
+        optimizer_rows,
+    )  # fmt: skip
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from typing import Any
 
 from quatrain.data import DataConfig
 from quatrain.files import expand
-from quatrain.recipe import Phase, Recipe
+from quatrain.recipe import OptimizerRows, Phase, Recipe, operands_of
 from quatrain.train import tables
 from quatrain.train.schedule import ScheduleConfig, phase_steps, wsd
 
 DTYPES = ("bfloat16", "float32")
-OPTIMIZERS = ("adamw",)
 PRECISIONS = ("forward", "both")
 
 LARGEST_SEED = 2**63 - 1
@@ -97,28 +96,48 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """[optimizer]: AdamW (arXiv 1711.05101) on fp32 master weights.
+    """[optimizer]: on fp32 master weights. Keys that are absent here are the recipe's, or else those of fp32 AdamW.
 
     Args:
-        name: "adamw".
+        name: "adamw" (arXiv 1711.05101), "root" or "muon"; these update hidden matrices with steps the size of AdamW's
+            ("match_rms_adamw") and leave other tensors to AdamW.
         lr: peak learning rate.
-        betas: decay rates of the two moments.
+        betas: decay rates of AdamW's two moments.
         eps: added to the root of the second moment.
         weight_decay: of tensors with at least 2 dimensions; norms, biases and A_log, D, dt_bias have none.
+        beta: decay rate of Root's and Muon's momentum.
+        state, embeddings, tile, faithful, operands, coefficients, split, clip, momentum: as in a recipe's [optimizer].
     """
 
-    name: str = "adamw"
+    name: str | None = None
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    beta: float = 0.95
+    state: str | None = None
+    embeddings: str | None = None
+    tile: int | None = None
+    faithful: bool | None = None
+    operands: str | None = None
+    coefficients: str | None = None
+    split: str | None = None
+    clip: float | None = None
+    momentum: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("optimizer.name", self.name, OPTIMIZERS)
         _require(self.lr > 0, "optimizer.lr must be positive", self.lr)
         _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas must lie from 0 to under 1", list(self.betas))
+        _require(0 <= self.beta < 1, "optimizer.beta must lie from 0 to under 1", self.beta)
         _require(self.eps > 0, "optimizer.eps must be positive", self.eps)
         _require(self.weight_decay >= 0, "optimizer.weight_decay must not be negative", self.weight_decay)
+        self.rows(OptimizerRows())
+
+    def rows(self, recipe: OptimizerRows) -> OptimizerRows:
+        """How state and products are kept: this table's keys, then the recipe's."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(OptimizerRows) if f.name != "operands"}
+        found = recipe.with_overrides(**own)
+        return found if self.operands is None else dataclasses.replace(found, operands=operands_of(self.operands))
 
 
 @dataclass(frozen=True)

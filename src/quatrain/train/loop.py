@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from quatrain import checkpoint
 from quatrain.files import expand
 from quatrain.nn import NonFiniteError, check_finite, rng_state, set_rng_state
+from quatrain.optim.state import state_bytes
 from quatrain.recipe import Recipe, load_recipe, set_precision
 from quatrain.train import records
 from quatrain.train.config import RunConfig, replace_in
 from quatrain.train.interrupts import watch
-from quatrain.train.optimizer import make_optimizer
+from quatrain.train.optimizer import describe_optimizer, make_optimizer
 from quatrain.train.parts import assemble
 from quatrain.train.process import settings
 from quatrain.train.progress import Display
@@ -105,7 +106,7 @@ class Trainer:
             with settings(self.config.train), display:
                 self.metrics, self.display = metrics, display
                 self.parts = assemble(self.config, self.recipe, display)
-                self.optimizer = make_optimizer(self.parts.model, self.config.optimizer, self.parts.device)
+                self.optimizer = make_optimizer(self.parts.model, self.config, self.parts.device, self.recipe.optimizer)
                 self._resume()
                 self._loop()
                 return self._finish()
@@ -334,6 +335,8 @@ class Trainer:
             "converted": dict(self.parts.report.converted),
             "kept": dict(self.parts.report.kept),
             "parameters": sum(p.numel() for p in self.parts.model.parameters()),
+            "optimizer": describe_optimizer(self.config, self.recipe.optimizer),
+            "optimizer_bytes": state_bytes(self.optimizer),
             **self.parts.ground(),
             "dtype": self.config.train.dtype,
             "commit": records.commit(),
