@@ -1,4 +1,4 @@
-"""Loss gaps of every recipe in the library on the demo's model, paired over seeds; resumes where it stopped.
+"""Loss gaps of every recipe that quantizes linears on the demo's model, paired over seeds; resumes where it stopped.
 
 python benchmarks/gaps.py [--seeds 0 1 2] [--tokens 114688]
 """
@@ -13,7 +13,7 @@ from typing import Any
 import records
 from rich.console import Console
 
-from quatrain.recipe import recipe_names
+from quatrain.recipe import load_recipe, recipe_names
 from quatrain.report import write_report
 from quatrain.train import Comparison, compare, load_run
 from quatrain.train.comparison import Row
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=114_688)
     parser.add_argument("--out", type=Path, default=Path("runs/gaps"))
     options = parser.parse_args()
-    names = ["bf16", *(n for n in recipe_names() if n != "bf16")]
+    names = ["bf16", *(n for n in recipe_names() if load_recipe(n).quantizes)]
     config = load_run(ROOT / "examples" / "demo.toml", [f"train.tokens={options.tokens}"])
     found = compare(config, names, seeds=options.seeds, out=options.out)
     write_report(found.folders, options.out / "report.html", baseline="bf16")

@@ -38,8 +38,14 @@ BARS: dict[str, tuple[str, float, float | None]] = {  # key: (direction, bar, st
     "model_1b_step_vs_bf16": ("at most", 1.25, 1.12),
     "model_1b_peak_memory_vs_bf16": ("at most", 0.85, None),
     "hybrid_90m_tokens_per_s": ("at least", 200_000, 260_000),
+    "adamw_fp32_vs_torch_fused": ("at most", 0.75, 0.5),
+    "adamw_bf16_vs_torch_fused": ("at most", 1.05, 0.7),
+    "adamw_vs_bnb8bit": ("at least", 5.0, 8.0),
+    "adamw_state_bytes_per_param": ("at most", 1.16, 1.141),
+    "adamw_peak_bytes_per_param": ("at most", 1.25, 1.16),
+    "root_nvfp4_vs_torch_muon": ("at most", 1.0, 0.75),
 }
-PACKAGES = ("torch", "triton", "transformers", "numpy", "torchao", "fouroversix")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "torchao", "fouroversix", "bitsandbytes")
 ROUNDS = 5
 
 
