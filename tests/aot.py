@@ -21,14 +21,18 @@ from triton.compiler import ASTSource
 
 import quatrain as qt
 from quatrain.kernels import adamw_triton, blocks_triton, decode_triton, matmul_triton, nvfp4_triton, quantize_triton
+from quatrain.kernels import newton_schulz_elements_triton as around
+from quatrain.kernels import newton_schulz_products_triton as products
+from quatrain.kernels import newton_schulz_triton as newton_schulz
 from quatrain.kernels.adamw import Item, MomentSpec, empty_state
+from quatrain.kernels.newton_schulz import Iteration
 from quatrain.kernels.rounding import make_key
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
-    torch.int32: "*i32", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32", torch.float64: "*fp64", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-MODULES = (nvfp4_triton, blocks_triton, decode_triton, matmul_triton, adamw_triton)
+MODULES = (nvfp4_triton, blocks_triton, decode_triton, matmul_triton, adamw_triton, products, around)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -123,6 +127,9 @@ def launch_all() -> None:
         weight, moments = torch.zeros(16, 2048, dtype=dtype), MomentSpec(master=master)
         state = empty_state(16, 2048, moments, torch.device("cpu"))
         adamw_triton.step([Item(weight, weight, state, 0)], torch.ones(10), key, moments)
+    found = newton_schulz.momentum_updates([x.float()] * 2, [x] * 2, 0.95, True)
+    newton_schulz.orthogonalize(found, Iteration(((2.0, -1.5, 0.5),) * 2, spec(scale="four-over-six")), 0.99)
+    newton_schulz.apply_updates([x, x], found.bfloat16(), 0.9, 0.1, [x.float()] * 2)
 
 
 def main(architectures: list[int]) -> None:
@@ -137,7 +144,7 @@ def main(architectures: list[int]) -> None:
         launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         for (module, name), kernel in kernels.items():
             setattr(module, name, Recorder(kernel, launches))
-        for module in (quantize_triton, blocks_triton, decode_triton, adamw_triton):
+        for module in (quantize_triton, blocks_triton, decode_triton, adamw_triton, around, newton_schulz):
             module.architecture = lambda device, arch=arch: arch
         launch_all()
         for kernel, args, options in launches:
@@ -155,6 +162,8 @@ def main(architectures: list[int]) -> None:
                 "stochastic": any(isinstance(a, tuple) and len(a) == 8 and a[7] == 1 for a in args),
                 "stack": spills(binary.asm["cubin"]),
                 "merges": merges(binary.asm["cubin"]),
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "shared": binary.metadata.shared,
                 "bytes": len(binary.asm["cubin"]),
             }
             print(json.dumps(facts), flush=True)

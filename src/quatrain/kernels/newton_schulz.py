@@ -142,6 +142,8 @@ def apply_updates(
     decay: float,
     step: float | Tensor,
     *,
+    kept: Sequence[Tensor] | None = None,
+    keys: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """parameter <- (1 - lr decay) parameter - step update, in fp32, rounded once to the parameter's dtype; in place.
@@ -152,14 +154,21 @@ def apply_updates(
         lr: multiplies the decay; without decay the parameter is not scaled.
         decay: decoupled weight decay.
         step: the learning rate after its adjustment to the shape.
+        kept: masters or corrections beside BF16 parameters, for the Triton twin (see there).
+        keys: int64 [k, 2], of stochastic rounding by the Triton twin.
         backend: as in `momentum_updates`.
+
+    Raises:
+        ValueError: `kept` or `keys` where the twin does not serve.
     """
     keep = 1.0 - lr * decay
     if runs_on_triton(updates.device, backend):
-        from quatrain.kernels.newton_schulz_triton import apply_updates as twin
+        from quatrain.kernels import newton_schulz_triton as twin
 
-        twin(parameters, updates, keep, step)
+        twin.apply_updates(parameters, updates, keep, step, kept, keys)
         return
+    if kept is not None or keys is not None:
+        raise ValueError("masters and keys are for the Triton twin, received them elsewhere; widen the weights first")
     for parameter, update in zip(parameters, updates, strict=True):
         wide = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
         parameter.copy_(wide * keep - update.to(wide.dtype) * step)

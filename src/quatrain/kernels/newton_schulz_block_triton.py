@@ -66,8 +66,9 @@ def _candidate(xs, ideal, Q: tl.constexpr, ARCH: tl.constexpr):
 def _error(xs, values, step, Q: tl.constexpr):
     """Error of each block to the bit: a decoded value is exact, so its difference is rounded once."""
     terms = ()
+    minus = step * -1.0
     for i in tl.static_range(16):
-        difference = tl.fma(values[i], step, -xs[i])
+        difference = tl.fma(values[i], minus, xs[i])
         terms = terms + (difference * difference if Q[1] == 0 else tl.abs(difference),)
     return _maximum(terms) if Q[1] == 2 else _tree_sum(terms)
 

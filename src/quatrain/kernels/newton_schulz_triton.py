@@ -18,6 +18,7 @@ from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
 from quatrain.kernels.newton_schulz import (
     Iteration,
     Triple,
+    _product,
     _sample_stride,
     quantized,
     starting_point,
@@ -29,7 +30,8 @@ __all__ = ["Tuning", "apply_updates", "momentum_updates", "orthogonalize"]
 
 _GROUP = 8  # rows of tiles that share columns in the cache
 _BLOCK = 1024  # elements that a program of an elementwise kernel holds at once
-_NORM_REPEATS = 32  # blocks of one program of the norm
+_NORM_REPEATS = 32  # blocks of one program of the norm, at least
+_NORM_PROGRAMS = 512  # of one matrix, at most: every program of the next kernel adds up what they found
 _RULES = ("to-6", "to-4", "four-over-six")
 
 
@@ -39,7 +41,7 @@ class Tuning:
 
     Args:
         fused: quantize tiles where they are made, instead of in passes of their own.
-        library: leave a X + B X to cuBLAS (full matrices, unfused), which multiplies faster than Triton's kernel.
+        library: leave a X + B X to cuBLAS; its operands then take a pass of their own.
         tile: rows and columns of a tile of a symmetric product.
         tile_m: rows of a tile of a X + B X.
         tile_n: its columns.
@@ -113,7 +115,7 @@ def orthogonalize(updates: Tensor, iteration: Iteration, clip: float | None, tun
         updates: [k, R, C] with elements, any floating dtype.
         iteration: with BF16 storage.
         clip: quantile of |M|, or None.
-        tuning: of the kernels; by default what was fastest on an H200.
+        tuning: of the kernels; None chooses tiles by the shorter side.
 
     Returns:
         BF16 [k, R, C], possibly a view that is not contiguous.
@@ -121,7 +123,7 @@ def orthogonalize(updates: Tensor, iteration: Iteration, clip: float | None, tun
     count, rows, columns = updates.shape
     tall = rows > columns
     plan = make_plan(iteration, min(rows, columns), updates, tuning)
-    tile, tile_n = max(plan.tuning.tile, plan.tuning.tile_m), plan.tuning.tile_n
+    tile, tile_n = max(64, plan.tuning.tile, plan.tuning.tile_m), max(64, plan.tuning.tile_n)
     m, n = (ceil_div(side, t) * t for side, t in zip(sorted((rows, columns)), (tile, tile_n), strict=True))
     work = _buffers(count, m, n, plan, updates.device)
     if updates.dtype in elements.DTYPES:
@@ -182,12 +184,13 @@ def _start(source: Tensor, clip: float | None, plan: _Plan, work: _Work) -> None
             max(1, math.ceil(clip * sample)), tall, plan.arch, block,
             num_warps=min(32, max(4, block // 1024)), enable_fp_fusion=False,
         )  # fmt: skip
-    programs = ceil_div(size, _BLOCK * _NORM_REPEATS)
+    repeats = next_power_of_2(max(_NORM_REPEATS, ceil_div(size, _BLOCK * _NORM_PROGRAMS)))
+    programs = ceil_div(size, _BLOCK * repeats)
     peaks = torch.empty(count, programs, dtype=torch.int32, device=source.device)
     sums = torch.empty(count, programs, dtype=torch.float64, device=source.device)
     launch(
         elements.norm_kernel, (programs, count), source, threshold, peaks, sums, size, clip is not None, plan.arch,
-        _BLOCK, _NORM_REPEATS, num_warps=4, enable_fp_fusion=False,
+        _BLOCK, repeats, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     m, n = work.x.shape[1:]
     tile_m, tile_n = 64, min(128, plan.tuning.tile_n)
@@ -237,7 +240,7 @@ def step(plan: _Plan, work: _Work, triple: Triple, last: bool) -> None:
     _symmetric(plan, work, work.left, work.polynomial, work.right, (b, c))
     if not plan.fused:
         _square_operand(plan, work.polynomial, work.right)
-    if plan.tuning.library and work.x.is_cuda:
+    if plan.tuning.library:
         _library_update(plan, work, a, last)
         return
     _update(plan, work, a, last)
@@ -290,7 +293,7 @@ def _update(plan: _Plan, work: _Work, a: float, last: bool) -> None:
 def _library_update(plan: _Plan, work: _Work, a: float, last: bool) -> None:
     """The same by cuBLAS, then a pass for the operands; with a split one fp32 product goes through memory."""
     if plan.split:
-        product = torch.bmm(work.right, work.columns, out_dtype=torch.float32)
+        product = _product(work.right, work.columns.mT)
         count, m, n = work.x.shape
         launch(
             products.operands_kernel, (count * (m // 64) * (n // 64),), work.x, product, work.rows, work.columns,

@@ -19,6 +19,7 @@ from quatrain.kernels.rounding import random_bits
 from quatrain.optim.clock import key_of
 
 State = dict[str, Any]
+Words = tuple[int, int, Tensor, int]  # seed, tensor id, step, slice: what random bits depend on
 Item = tuple[int, Tensor, State]  # tensor id, parameter, state
 
 FUSED = ("cpu", "cuda")  # devices with torch's fused AdamW
@@ -98,7 +99,7 @@ def wide_weight(part: Mapping[str, Tensor]) -> Tensor:
     return parameter.float()
 
 
-def keep_weight(weight: Tensor, part: Mapping[str, Tensor], words: tuple[int, int, Tensor, int]) -> None:
+def keep_weight(weight: Tensor, part: Mapping[str, Tensor], words: Words) -> None:
     """Write an fp32 weight into "parameter" and its "master" or "correction"; `words` key the random bits."""
     parameter = part["parameter"]
     if "master" in part:
@@ -114,14 +115,22 @@ def keep_weight(weight: Tensor, part: Mapping[str, Tensor], words: tuple[int, in
         parameter.copy_(weight)
 
 
-def _stochastic(values: Tensor, words: tuple[int, int, Tensor, int], stream: int) -> Tensor:
-    """fp32 to BF16, up with probability equal to the distance from the lower neighbour."""
+def weight_key(words: Words) -> Tensor:
+    """int64 [2] that the random bits of a weight's rounding are drawn from."""
+    return _draw_key(words, 2)
+
+
+def _draw_key(words: Words, stream: int) -> Tensor:
     seed, tensor_id, step, index = words
     draw = step.to(torch.int64) * _STREAMS + stream
-    key = key_of(((seed * 0x9E3779B97F4A7C15) ^ (tensor_id << 32) ^ index) & 0x7FFFFFFFFFFFFFFF, draw)
+    return key_of(((seed * 0x9E3779B97F4A7C15) ^ (tensor_id << 32) ^ index) & 0x7FFFFFFFFFFFFFFF, draw)
+
+
+def _stochastic(values: Tensor, words: Words, stream: int) -> Tensor:
+    """fp32 to BF16, up with probability equal to the distance from the lower neighbour."""
     columns = 1024
     rows = -(-values.numel() // columns)
-    bits = random_bits(key, rows, columns).reshape(-1)[: values.numel()]
+    bits = random_bits(_draw_key(words, stream), rows, columns).reshape(-1)[: values.numel()]
     return round_bfloat16(values, bits.reshape(values.shape))
 
 

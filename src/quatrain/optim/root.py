@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quatrain.formats import QuantSpec
-from quatrain.kernels.newton_schulz import Triple, apply_updates, momentum_updates, orthogonalize
+from quatrain.kernels.newton_schulz import Triple, apply_updates, momentum_updates, orthogonalize, runs_on_triton
 from quatrain.optim.adamw import BACKENDS, AdamW, new_state
 from quatrain.optim.clock import new_clock, refuse_in_capture
 from quatrain.optim.coefficients import Coefficients
@@ -29,7 +29,7 @@ from quatrain.optim.matrices import (
     state_size,
 )
 from quatrain.optim.momentum import as_matrix, load_momentum, matrix_shape, store_momentum
-from quatrain.optim.plain import gradient_of, keep_weight, wide_weight
+from quatrain.optim.plain import Words, gradient_of, keep_weight, weight_key, wide_weight
 from quatrain.optim.routing import Routing, Treatment, labels_of, names_of, role_of, tensor_id, warn_without_names
 from quatrain.optim.state import load_exact, state_bytes, with_float8, without_float8
 
@@ -231,16 +231,30 @@ class Root(Optimizer):
             store_momentum(state, buffer, group["seed"], key)
         found = orthogonalize(updates, iteration_of(group, shape), group["clip"], backend=self.backend)
         parts = [_part(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
+        lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+        sizes = lr, group["weight_decay"], lr * adjustment(group["adjust_lr_fn"], shape)
+        if runs_on_triton(found.device, self.backend) and all(map(_fused, parameters)):
+            words = [(group["seed"], key, _count(state), 0) for key, state in zip(keys, states, strict=True)]
+            self._apply_narrow(parts, found, sizes, words)
+            return
         wide = [wide_weight(part) if _narrow(part["parameter"]) else part["parameter"] for part in parts]
         weights = [as_matrix(weight) for weight in wide]
-        lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-        size = lr * adjustment(group["adjust_lr_fn"], shape)
-        apply_updates(weights, found, lr, group["weight_decay"], size, backend=self.backend)
+        apply_updates(weights, found, *sizes, backend=self.backend)
         for key, parameter, state, part, weight in zip(keys, parameters, states, parts, weights, strict=True):
             if _narrow(parameter):
                 keep_weight(weight.view(parameter.shape), part, (group["seed"], key, _count(state), 0))
             elif weight.data_ptr() != parameter.data_ptr():  # not row-major: the step ran on a copy
                 parameter.copy_(weight.view(parameter.shape))
+
+    def _apply_narrow(
+        self, parts: list[dict[str, Tensor]], found: Tensor, sizes: tuple[Any, float, Any], words: list[Words]
+    ) -> None:
+        """BF16 weights and what stands beside them, read and written once."""
+        shape = found.shape[1:]
+        kept = [part[name].view(shape) for part in parts for name in ("master", "correction") if name in part]
+        keys = None if kept else torch.stack([weight_key(w) for w in words])
+        weights = [part["parameter"].view(shape) for part in parts]
+        apply_updates(weights, found, *sizes, kept=kept or None, keys=keys, backend=self.backend)
 
     def routing(self) -> Routing:
         """What happens to each tensor and why; prints as a table, `.summary()` is shorter."""
@@ -342,6 +356,11 @@ def _part(parameter: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
 def _count(state: dict[str, Any]) -> Tensor:
     """The number of the step where something is drawn at random, else any."""
     return state["step"] if "step" in state else torch.zeros(())
+
+
+def _fused(parameter: Tensor) -> bool:
+    """Whether the twin updates a parameter together with its master, correction or random bits."""
+    return parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
 
 
 def _narrow(parameter: Tensor) -> bool:
