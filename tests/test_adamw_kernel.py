@@ -332,3 +332,34 @@ def test_errors() -> None:
             adamw_step([item], scalars(1), key, spec, "reference")
     with pytest.raises(ValueError, match="cannot run here"):
         adamw_step([Item(weight, weight, state, 0)], scalars(1), key, MomentSpec(), "cpu")
+
+
+@pytest.mark.parametrize(
+    "kind,share,beta2,least", [("rows", 0.1, 0.95, 0.97), ("rows", 0.5, 0.999, 0.97), ("columns", 0.5, 0.95, 0.85)]
+)
+def test_gradients_that_come_and_go_keep_their_second_moment(
+    kind: str, share: float, beta2: float, least: float
+) -> None:
+    """The deadband is for coordinates that never have a gradient."""
+    torch.manual_seed(0)
+    run, v = Run(torch.zeros(32, 128), MomentSpec(), (0.9, beta2)), torch.zeros(32, 128)
+    for _ in range(300):
+        mask = torch.rand(32, 1) < share if kind == "rows" else torch.rand(1, 128) < share
+        gradient = torch.randn(32, 128) * mask
+        run.step(gradient)
+        v.mul_(beta2).add_((1 - beta2) * gradient.square())
+    assert least <= float(run.decoded()[1].sum() / v.sum()) <= 1.05
+
+
+def test_a_nan_leaves_other_rows_alone() -> None:
+    weights = []
+    for bad in (0.0, math.nan):
+        torch.manual_seed(0)
+        run = Run(torch.randn(64, 128), MomentSpec())
+        for _ in range(3):
+            gradient = torch.randn(64, 128)
+            gradient[10:, 3] = 0.0
+            gradient[0, 0] += bad
+            run.step(gradient)
+        weights.append(run.weight.clone())
+    assert torch.equal(weights[0][1:], weights[1][1:]) and bool(weights[1][0].isnan().any())

@@ -316,3 +316,31 @@ def test_a_checkpoint_of_a_run_holds_it(tmp_path: Path) -> None:
     steps(dict(other.named_parameters()), resumed, 3, 6)
     assert same(snapshot(optimizer), snapshot(resumed))
     assert len({id(s["step"]) for s in resumed.state.values() if "m_codes" in s}) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"state": "bf16"}, {"state": "nvfp4"}], ids=str)
+def test_memory_formats_come_back(tmp_path: Path, options: dict[str, str]) -> None:
+    """Files hold rows; a parameter that is channels-last or transposed goes on as if nothing had been saved."""
+    weights = []
+    for saved in (False, True):
+        torch.manual_seed(0)
+        images = nn.Parameter(torch.randn(16, 8, 3, 3).to(memory_format=torch.channels_last))
+        turned = nn.Parameter(torch.randn(96, 64).t())
+        optimizer = qt.optim.AdamW([("conv.weight", images), ("turned.weight", turned)], lr=1e-2, **options)
+        for step in range(4):
+            for parameter in (images, turned):
+                parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape))
+            optimizer.step()
+            if saved and step == 1:
+                qt.optim.save_file(optimizer, tmp_path / "state.safetensors")
+                qt.optim.load_file(optimizer, tmp_path / "state.safetensors")
+        weights.append((images.detach().clone(), turned.detach().clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("make", [qt.optim.AdamW, qt.optim.Root])
+def test_repeated_names_are_refused(make: type[torch.optim.Optimizer]) -> None:
+    models = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    with pytest.raises(ValueError, match='received "(weight|bias)" twice; prefix the names'):
+        make([item for model in models for item in model.named_parameters()], lr=1e-3)
+    make([(f"{i}.{n}", p) for i, model in enumerate(models) for n, p in model.named_parameters()], lr=1e-3)

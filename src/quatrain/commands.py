@@ -275,6 +275,8 @@ def fit_coefficients(options: argparse.Namespace) -> None:
     from quatrain.optim.fitting import Fit, fit, load_spectra
 
     out = expand(options.out, "--out")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"--out must name a file in a folder that is there, received {out}; make {out.parent}")
     spectra = load_spectra(expand(options.spectra, "--spectra")) if options.spectra else []
     shared = {key: getattr(options, key) for key in _FIT_OPTIONS}
     shapes = [(rows, ratio, split) for split in options.split for rows in options.rows for ratio in options.ratios]

@@ -20,6 +20,7 @@ from quatrain.kernels.moments import (
     DEAD_M,
     DEAD_MEAN,
     DEAD_S,
+    DEAD_STEP,
     NEAREST_TABLE,
     SCALED,
     STOCHASTIC_TABLE,
@@ -208,20 +209,25 @@ def _step_rows(
 def _decode(
     state: dict[str, Tensor], unit: Tensor, gradient: Tensor, form: Layout, spec: MomentSpec
 ) -> tuple[Tensor, Tensor]:
-    """beta1 * m and s, fp32 [16, N]: zero where the gradient is and both are no more than rounding noise.
+    """beta1 * m and s, fp32 [16, N], after the deadband.
 
-    A coordinate whose gradient is always zero would otherwise take up noise of its neighbours from the rotations, and
-    drift. One that was active lately has an s far above the noise and is left alone.
+    A coordinate whose gradient is always zero would take up noise of its neighbours from the rotations, and drift.
+    Where the gradient is zero, that of a neighbour is not, and both moments are no more than rounding noise, m becomes
+    zero and s is held as far below the noise's reach as it may rise in a step. One that was active lately has an s far
+    above the noise and is left alone.
     """
     m = butterfly(doubled(unpack_across(state["m_codes"]))) * signs(gradient.device)
     s = butterfly(doubled(unpack_across(state["v_codes"])))
     s_unit = read_units(state["v_scales"], state["v_amax"]) * (0.125 * SCALED)
     mean = (state["v_mean"].float() * SCALED).flatten().repeat_interleave(form.tile // 16)
     s.mul_(s_unit).add_(mean)
-    if not spec.faithful and bool(gradient.abs().amin() == 0.0):
+    silent = gradient == 0.0
+    if not spec.faithful and bool(silent.any()):
         noise = torch.maximum(s_unit * (8.0 * DEAD_S), mean * DEAD_MEAN)
-        dead = (gradient == 0.0) & (s.abs() <= noise) & (m.abs() <= 8.0 * DEAD_M)
-        m, s = m.masked_fill(dead, 0.0), s.masked_fill(dead, 0.0)
+        beside = (gradient != 0.0).any(dim=0)
+        dead = silent & beside & (s.abs() <= noise) & (m.abs() <= 8.0 * DEAD_M)
+        s = torch.where(dead, torch.minimum(s.abs(), noise - s_unit * (8.0 * DEAD_STEP)), s)
+        m = m.masked_fill(dead, 0.0)
     return m.mul_(unit), s
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from quatrain.formats.transform import FIXED_SIGNS
 from quatrain.kernels.halves_triton import block_of, butterfly
-from quatrain.kernels.moments import DEAD_M, DEAD_MEAN, DEAD_S
+from quatrain.kernels.moments import DEAD_M, DEAD_MEAN, DEAD_S, DEAD_STEP
 from quatrain.kernels.moments_triton import (
     decoded,
     doubled,
@@ -21,27 +21,12 @@ from quatrain.kernels.moments_triton import (
     square_root,
     sum_of_squares,
     tile_sum,
-    tree_sum,
 )
-from quatrain.kernels.triton_math import widen
+from quatrain.kernels.triton_math import join4, split4, tree_sum, widen
 
 SIGNS = tl.constexpr(sum(1 << i for i, sign in enumerate(FIXED_SIGNS) if sign < 0))
 REACH_S, REACH_MEAN, REACH_M = tl.constexpr(DEAD_S), tl.constexpr(DEAD_MEAN), tl.constexpr(DEAD_M)
-
-
-@triton.jit
-def _split4(t):
-    """The four columns of [N, 4]."""
-    even, odd = tl.split(tl.reshape(t, [t.shape[0], 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return (a, b, c, d)
-
-
-@triton.jit
-def _join4(a, b, c, d):
-    """[N, 4] of four columns."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])
+REACH_STEP = tl.constexpr(DEAD_STEP)
 
 
 @triton.jit
@@ -52,7 +37,7 @@ def _load16(pointer, place, inside, left, EVEN: tl.constexpr, ARCH: tl.constexpr
         word_ptr = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(2):
             at = word_ptr + (place // 2)[:, None] + (tl.arange(0, 4)[None, :] + 4 * i)
-            words = words + _split4(tl.load(at, mask=inside[:, None], other=0))
+            words = words + split4(tl.load(at, mask=inside[:, None], other=0))
         xs = ()
         for i in tl.static_range(8):
             xs = xs + ((words[i] << 16).to(tl.float32, bitcast=True), (words[i] & -65536).to(tl.float32, bitcast=True))
@@ -63,7 +48,7 @@ def _load16(pointer, place, inside, left, EVEN: tl.constexpr, ARCH: tl.constexpr
             mask = inside[:, None]
             if not EVEN:
                 mask = mask & (quad < left[:, None])
-            xs = xs + _split4(widen(tl.load(pointer + place[:, None] + quad, mask=mask, other=0.0), ARCH))
+            xs = xs + split4(widen(tl.load(pointer + place[:, None] + quad, mask=mask, other=0.0), ARCH))
     return xs
 
 
@@ -75,7 +60,7 @@ def _store16(pointer, place, xs, inside, left, EVEN: tl.constexpr):
         mask = inside[:, None]
         if not EVEN:
             mask = mask & (quad < left[:, None])
-        four = _join4(xs[4 * i], xs[4 * i + 1], xs[4 * i + 2], xs[4 * i + 3])
+        four = join4(xs[4 * i], xs[4 * i + 1], xs[4 * i + 2], xs[4 * i + 3])
         tl.store(pointer + place[:, None] + quad, four.to(pointer.dtype.element_ty), mask=mask)
 
 
@@ -90,7 +75,7 @@ def _store16_upper(pointer, place, xs, inside, left, EVEN: tl.constexpr, ARCH: t
                 a, b = xs[8 * i + 2 * j], xs[8 * i + 2 * j + 1]
                 ws = ws + (_upper_pair(a, b, ARCH),)
             at = word_ptr + (place // 2)[:, None] + (tl.arange(0, 4)[None, :] + 4 * i)
-            tl.store(at, _join4(ws[0], ws[1], ws[2], ws[3]), mask=inside[:, None])
+            tl.store(at, join4(ws[0], ws[1], ws[2], ws[3]), mask=inside[:, None])
     else:
         short = pointer.to(tl.pointer_type(tl.int16), bitcast=True)
         ys = ()
@@ -138,14 +123,20 @@ def _any_zero(gs):
 
 
 @triton.jit
-def _kept(m_ys, ss, gs, noise):
+def _kept(m_ys, ss, gs, unit, mean):
     """The first moment's sums and s after the deadband."""
+    noise = tl.maximum(unit * (8.0 * REACH_S), mean * REACH_MEAN)
+    held = noise - unit * (8.0 * REACH_STEP)
+    beside = gs[0] != 0.0
+    for i in tl.static_range(1, 16):
+        beside = beside | (gs[i] != 0.0)
     ms = ()
     out = ()
     for i in tl.static_range(16):
-        dead = (gs[i] == 0.0) & (tl.abs(ss[i]) <= noise) & (tl.abs(m_ys[i]) <= REACH_M * 0.000244140625)
+        silent = (gs[i] == 0.0) & beside
+        dead = silent & (tl.abs(ss[i]) <= noise) & (tl.abs(m_ys[i]) <= REACH_M * 0.000244140625)
         ms = ms + (tl.where(dead, 0.0, m_ys[i]),)
-        out = out + (tl.where(dead, 0.0, ss[i]),)
+        out = out + (tl.where(dead, tl.minimum(tl.abs(ss[i]), held), ss[i]),)
     return ms, out
 
 
@@ -305,7 +296,7 @@ def step_blocks(
     ys = decoded(low, high, ARCH)
     if not FAITHFUL:  # noqa: SIM102  of a constant and a value Triton cannot make one condition
         if _any_zero(gs):
-            ys, ss = _kept(ys, ss, gs, tl.maximum(v_unit * (8.0 * REACH_S), mean * REACH_MEAN))
+            ys, ss = _kept(ys, ss, gs, v_unit, mean)
     ms = _first_moment(ys, gs, m_unit * 32768.0, n)
     real = ()
     if not EVEN:

@@ -32,8 +32,9 @@ SCALED = 65536.0  # s = sqrt(v) is computed in units of 2**-16, which keeps v of
 V_FLOOR = 2.0**-100  # v in those units is never below this
 X_FLOOR = 2.0**-13  # a rotated block whose largest magnitude, in half precision, is smaller becomes zero
 HALF_MAX = 65504.0
-# As far as rounding noise reaches: s by units of its block and by its tile's mean, m by units of its block.
-DEAD_S, DEAD_MEAN, DEAD_M = 4.0, 0.4, 8.0
+# As far as rounding noise reaches: s by units of its block and by its tile's mean, m by units of its block. A step adds
+# at most about DEAD_STEP units to s, so what is held that far below the reach stays within it.
+DEAD_S, DEAD_MEAN, DEAD_M, DEAD_STEP = 4.0, 0.4, 8.0, 2.5
 
 # What 4 instead of 6 adds to a block's error, by 2 * magnitude / scale rounded: means over normally distributed
 # blocks, in 1/200 of the squared scale. For v of the squared error, for m of the variance of stochastic rounding.

@@ -130,17 +130,6 @@ def square_root(x, ARCH: tl.constexpr):
 
 
 @triton.jit
-def tree_sum(terms):
-    """Sum of sixteen tensors, pairwise: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
-    for level in tl.static_range(4):
-        sums = ()
-        for i in tl.static_range(8 >> level):
-            sums = sums + (terms[i] + terms[i + (8 >> level)],)
-        terms = sums
-    return terms[0]
-
-
-@triton.jit
 def _exchange(x, OFFSET: tl.constexpr, ARCH: tl.constexpr):
     """x of the lane whose number differs by OFFSET; an element for each thread."""
     if ARCH == 0:

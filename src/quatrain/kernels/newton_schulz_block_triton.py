@@ -17,6 +17,7 @@ from quatrain.kernels.triton_math import (
     e2m1_nearest,
     e2m1_pair_values,
     multiplier,
+    tree_sum,
 )
 
 # Q, the constants of a spec: rule, error, scales round up, target, 1 / target, ... as `quantize_triton.constants`.
@@ -34,17 +35,6 @@ def _maximum(xs):
             larger = larger + (tl.maximum(xs[i], xs[i + (8 >> level)]),)
         xs = larger
     return xs[0]
-
-
-@triton.jit
-def _tree_sum(terms):
-    """Pairwise, as the reference sums: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
-    for level in tl.static_range(4):
-        sums = ()
-        for i in tl.static_range(8 >> level):
-            sums = sums + (terms[i] + terms[i + (8 >> level)],)
-        terms = sums
-    return terms[0]
 
 
 @triton.jit
@@ -70,7 +60,7 @@ def _error(xs, values, step, Q: tl.constexpr):
     for i in tl.static_range(16):
         difference = tl.fma(values[i], minus, xs[i])
         terms = terms + (difference * difference if Q[1] == 0 else tl.abs(difference),)
-    return _maximum(terms) if Q[1] == 2 else _tree_sum(terms)
+    return _maximum(terms) if Q[1] == 2 else tree_sum(terms)
 
 
 @triton.jit

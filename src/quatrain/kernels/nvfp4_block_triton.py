@@ -32,6 +32,7 @@ from quatrain.kernels.triton_math import (
     scaled_eighth,
     sign_nibbles,
     third_bytes,
+    tree_sum,
     widen,
     without_eights,
 )
@@ -87,17 +88,6 @@ def _block_max(magnitudes, signed, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _tree_sum(terms):
-    """Pairwise, as the reference sums: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
-    for level in tl.static_range(4):
-        sums = ()
-        for i in tl.static_range(8 >> level):
-            sums = sums + (terms[i] + terms[i + (8 >> level)],)
-        terms = sums
-    return terms[0]
-
-
-@triton.jit
 def _rounded(magnitudes, m, ARCH: tl.constexpr):
     """Scaled magnitudes and their nearest E2M1 values (as fp32), not yet clipped to 6."""
     scaled = ()
@@ -123,7 +113,7 @@ def _exact_error(magnitudes, m, scale, amax, Q: tl.constexpr, SAFE: tl.constexpr
         decoded = divide_by_constant(product, Q[5], Q[6]) if SAFE else tl.div_rn(product, Q[5])
         difference = decoded - magnitudes[i]
         terms = terms + (difference * difference if Q[1] == 0 else tl.abs(difference),)
-    return _maximum(terms) if Q[1] == 2 else _tree_sum(terms)
+    return _maximum(terms) if Q[1] == 2 else tree_sum(terms)
 
 
 @triton.jit

@@ -18,22 +18,7 @@ from quatrain.kernels.nvfp4_block_triton import (
     transformed,
     widened,
 )
-from quatrain.kernels.triton_math import encode_scale, key_state, round_to, row_state, widen
-
-
-@triton.jit
-def _split4(t):
-    """The four columns of [N, 4]."""
-    even, odd = tl.split(tl.reshape(t, [t.shape[0], 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return (a, b, c, d)
-
-
-@triton.jit
-def _join4(a, b, c, d):
-    """[N, 4] of four columns."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])
+from quatrain.kernels.triton_math import encode_scale, join4, key_state, round_to, row_state, split4, widen
 
 
 @triton.jit
@@ -43,7 +28,7 @@ def _load_row_words(x_ptr, place, inside, EVEN: tl.constexpr):
     words = ()
     for i in tl.static_range(2):
         pointers = word_ptr + (place // 2)[:, None] + (tl.arange(0, 4)[None, :] + 4 * i)
-        words = words + _split4(tl.load(pointers) if EVEN else tl.load(pointers, mask=inside[:, None], other=0))
+        words = words + split4(tl.load(pointers) if EVEN else tl.load(pointers, mask=inside[:, None], other=0))
     return words
 
 
@@ -54,7 +39,7 @@ def _load_rows(x_ptr, place, inside, column, columns, ARCH: tl.constexpr):
     for i in tl.static_range(4):
         quad = tl.arange(0, 4)[None, :] + 4 * i
         mask = inside[:, None] & (column[:, None] + quad < columns)
-        xs = xs + _split4(widen(tl.load(x_ptr + place[:, None] + quad, mask=mask, other=0.0), ARCH))
+        xs = xs + split4(widen(tl.load(x_ptr + place[:, None] + quad, mask=mask, other=0.0), ARCH))
     return xs
 
 
@@ -110,7 +95,7 @@ def _quantize_rows(
         pairs = decoded_words(magnitudes, signed, m, scale, start, middle, block * 8, Q, ARCH)
         for i in tl.static_range(2):
             out = codes_ptr + (place * 8 + 4 * i)[:, None] + tl.arange(0, 4)[None, :]
-            four = _join4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3])
+            four = join4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3])
             _store(out, four, inside[:, None], EVEN)
     else:
         low, high = code_words(magnitudes, signed, m, amax, start, middle, block * 8, Q, SAFE, ARCH)

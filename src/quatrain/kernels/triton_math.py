@@ -362,3 +362,29 @@ def widen(x, ARCH: tl.constexpr):
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
+
+
+@triton.jit
+def tree_sum(terms):
+    """Sum of sixteen tensors, pairwise as the reference sums: 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
+    for level in tl.static_range(4):
+        sums = ()
+        for i in tl.static_range(8 >> level):
+            sums = sums + (terms[i] + terms[i + (8 >> level)],)
+        terms = sums
+    return terms[0]
+
+
+@triton.jit
+def split4(t):
+    """The four columns of [N, 4]."""
+    even, odd = tl.split(tl.reshape(t, [t.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return (a, b, c, d)
+
+
+@triton.jit
+def join4(a, b, c, d):
+    """[N, 4] of four columns."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], 4])

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from quatrain.kernels.adamw import MomentSpec
 from quatrain.optim.clock import Clocks, new_clock, refuse_in_capture
 from quatrain.optim.packed import decode_packed, empty_packed, step_packed
-from quatrain.optim.plain import empty_plain, step_plain
+from quatrain.optim.plain import empty_plain, loss_of, step_plain
 from quatrain.optim.routing import (
     Routing,
     Treatment,
@@ -20,6 +20,7 @@ from quatrain.optim.routing import (
     labels_of,
     names_of,
     nvfp4_obstacle,
+    refuse_repeated,
     role_of,
     tensor_id,
     warn_without_names,
@@ -129,6 +130,7 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
         try:
             _check_group(param_group)
+            refuse_repeated(self.param_groups)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -146,10 +148,7 @@ class AdamW(Optimizer):
         Raises:
             ValueError: a sparse gradient; no parameter has been changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         work = []
         first = 0
         for group in self.param_groups:

@@ -7,7 +7,7 @@ at beta2 = 0.999 stands still in BF16: its increments are below half a unit.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -132,6 +132,14 @@ def _stochastic(values: Tensor, words: Words, stream: int) -> Tensor:
     rows = -(-values.numel() // columns)
     bits = random_bits(_draw_key(words, stream), rows, columns).reshape(-1)[: values.numel()]
     return round_bfloat16(values, bits.reshape(values.shape))
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a step's closure returns, evaluated with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -29,8 +29,17 @@ from quatrain.optim.matrices import (
     state_size,
 )
 from quatrain.optim.momentum import as_matrix, load_momentum, matrix_shape, store_momentum
-from quatrain.optim.plain import Words, gradient_of, keep_weight, weight_key, wide_weight
-from quatrain.optim.routing import Routing, Treatment, labels_of, names_of, role_of, tensor_id, warn_without_names
+from quatrain.optim.plain import Words, gradient_of, keep_weight, loss_of, weight_key, wide_weight
+from quatrain.optim.routing import (
+    Routing,
+    Treatment,
+    labels_of,
+    names_of,
+    refuse_repeated,
+    role_of,
+    tensor_id,
+    warn_without_names,
+)
 from quatrain.optim.state import load_exact, state_bytes, with_float8, without_float8
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -143,6 +152,7 @@ class Root(Optimizer):
                 self._add_matrices(options, matrices, treatment == "auto")
             if rest:
                 self._add_others(others, rest)
+            refuse_repeated(self.param_groups)
         except ValueError:
             del self.param_groups[before:]
             raise
@@ -196,16 +206,15 @@ class Root(Optimizer):
         Raises:
             ValueError: a sparse gradient; no parameter has been changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         batches = []
         labels = iter(labels_of(self.param_groups))
         for group in self.param_groups:
             named = [(next(labels), parameter) for parameter in group["params"]]
             if group["treatment"] == "orthogonal":
                 batches += [(group, batch) for batch in batches_of(named)]
+        for group, batch in batches:  # a table that is gone is noticed before anything changes
+            iteration_of(group, matrix_shape(batch[0][1]))
         if self._adamw is not None:
             self._adamw.step()
         for group, batch in batches:

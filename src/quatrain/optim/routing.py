@@ -132,6 +132,22 @@ def labels_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def refuse_repeated(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where two parameters have one name: names key the random bits and match states on disk.
+
+    Raises:
+        ValueError: the name, and what to do.
+    """
+    seen: set[str] = set()
+    for _, name, _ in names_of(groups):
+        if name is not None and canonical(name) in seen:
+            raise ValueError(
+                f'names must tell parameters apart, received "{name}" twice; prefix the names of each model, as in '
+                '[(f"actor.{n}", p) for n, p in actor.named_parameters()]'
+            )
+        seen.update(() if name is None else (canonical(name),))
+
+
 def label_of(group: Mapping[str, Any], position: int, first: int) -> str:
     """A parameter's name, or "parameter 3" where it has none; `first` counts the parameters of the groups before."""
     names = group.get("param_names")

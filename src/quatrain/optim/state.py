@@ -53,8 +53,9 @@ def load_exact(optimizer: Optimizer, state_dict: dict[str, Any], expected: Expec
         if not entries:
             continue
         label, name, parameter, index = owners[key]
-        _check_entries(label, entries, expected(name, parameter, groups[index]))
-        state[parameter] = {entry: _copied(value, parameter.device) for entry, value in entries.items()}
+        wanted = expected(name, parameter, groups[index])
+        _check_entries(label, entries, wanted)
+        state[parameter] = {entry: _copied(entries[entry], like, parameter.device) for entry, like in wanted.items()}
     for mine, group in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = mine["params"]
         group.pop("param_names", None)
@@ -227,8 +228,9 @@ def _viewed(
     return seen
 
 
-def _copied(value: Any, device: torch.device) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+def _copied(value: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """In the memory layout that a step expects: files hold rows, a parameter may be channels-last or transposed."""
+    return torch.empty_like(like, device=device).copy_(value.detach())
 
 
 def _few(names: list[str]) -> str:

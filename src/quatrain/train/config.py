@@ -106,7 +106,8 @@ class OptimizerConfig:
         eps: added to the root of the second moment.
         weight_decay: of tensors with at least 2 dimensions; norms, biases and A_log, D, dt_bias have none.
         beta: decay rate of Root's and Muon's momentum.
-        state, embeddings, tile, faithful, operands, coefficients, split, clip, momentum: as in a recipe's [optimizer].
+        state, embeddings, tile, faithful, operands, coefficients, split, clip, momentum: as in a recipe's [optimizer];
+            operands are "bf16" or "nvfp4" here, and split = "none" undoes the recipe's.
     """
 
     name: str | None = None
@@ -136,7 +137,10 @@ class OptimizerConfig:
     def rows(self, recipe: OptimizerRows) -> OptimizerRows:
         """How state and products are kept: this table's keys, then the recipe's."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(OptimizerRows) if f.name != "operands"}
+        own["split"] = None if self.split == "none" else self.split
         found = recipe.with_overrides(**own)
+        if self.split == "none":
+            found = dataclasses.replace(found, split=None)
         return found if self.operands is None else dataclasses.replace(found, operands=operands_of(self.operands))
 
 
