@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import measure
+import records
 import torch
 from measure import Recorder, Row, alternating, host_ms, ratio_row, significant, wait
 from torch import Tensor
@@ -170,7 +171,7 @@ def bitsandbytes_adamw(named: Named) -> Optimizer:
 
 def bitsandbytes_works(device: str) -> bool:
     """Whether the peer is installed; its optimizer runs on CUDA alone."""
-    return device == "cuda" and measure.installed("bitsandbytes") is not None
+    return device == "cuda" and records.installed("bitsandbytes") is not None
 
 
 def fixed(key: str, work: str, ours: float, peer: float | None, peer_name: str, unit: str) -> Row:

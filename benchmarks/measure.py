@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -196,19 +195,11 @@ def header(commit: str | None, seed: int) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else records.device_name(),
         "driver": driver(),
         "cuda": torch.version.cuda,
-        "versions": {name: version for name in PACKAGES if (version := installed(name))},
+        "versions": {name: version for name in PACKAGES if (version := records.installed(name))},
         "commit": commit or records.commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
     }
-
-
-def installed(name: str) -> str | None:
-    """The version of a package; None if it is not there."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def driver() -> str | None:

@@ -37,12 +37,20 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() or None
 
 
+def installed(name: str) -> str | None:
+    """The version of a package; None if it is not there, or runs from its sources."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def header(seed: int | list[int]) -> dict[str, Any]:
     """Device, driver, versions, commit, date and seed."""
     return {
         "device": device_name(),
         "driver": torch.version.cuda,
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "versions": {name: version for name in PACKAGES if (version := installed(name))},
         "python": platform.python_version(),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
