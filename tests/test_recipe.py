@@ -8,6 +8,7 @@ import quatrain as qt
 from quatrain.recipe import Keep, Phase, diff
 
 NAMES = ["bf16", "fp8", "mxfp4", "mxfp4-plain", "nvfp4", "nvfp4-12b", "nvfp4-46", "nvfp4-46-all", "nvfp4-plain"]
+NAMES += ["adamw-nvfp4", "root", "root-nvfp4", "root-nvfp4-split"]
 S = qt.QuantSpec
 
 

@@ -38,6 +38,23 @@ def test_the_run_comes_before_the_recipe(tmp_path: Path) -> None:
     assert bf16.param_groups[0]["operands"] == "bf16" and bf16.param_groups[0]["clip"] is None
 
 
+@pytest.mark.parametrize("name", [n for n in qt.recipe_names() if qt.load_recipe(n).optimizer.to_dict()])
+def test_every_recipe_of_an_optimizer_trains(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 64))
+    run = make_run(tmp_path, "optimizer.lr=1e-2")
+    optimizer = make_optimizer(model, run, torch.device("cpu"), qt.load_recipe(name).optimizer)
+    x = torch.randn(256, 64)
+    losses = []
+    for _ in range(8):
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0], losses
+
+
 @pytest.mark.parametrize("recipe", ["adamw-nvfp4", ROOT], ids=["adamw", "root"])
 def test_a_run_resumes_to_the_bit(tmp_path: Path, recipe: str) -> None:
     chosen = qt.load_recipe(recipe)
