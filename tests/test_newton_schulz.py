@@ -273,7 +273,7 @@ def test_momentum_and_weights() -> None:
 )
 def test_bad_iterations(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Iteration(**{"coefficients": HYBRID, **arguments})  # type: ignore[arg-type]
+        Iteration(**{"coefficients": HYBRID, **arguments})
 
 
 def test_bad_calls() -> None:

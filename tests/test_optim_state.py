@@ -344,3 +344,9 @@ def test_repeated_names_are_refused(make: type[torch.optim.Optimizer]) -> None:
     with pytest.raises(ValueError, match='received "(weight|bias)" twice; prefix the names'):
         make([item for model in models for item in model.named_parameters()], lr=1e-3)
     make([(f"{i}.{n}", p) for i, model in enumerate(models) for n, p in model.named_parameters()], lr=1e-3)
+
+
+@pytest.mark.parametrize("make", [qt.optim.AdamW, qt.optim.Root])
+def test_a_model_is_no_list_of_parameters(make: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(ValueError, match=r"received a Linear; give its .named_parameters\(\)"):
+        make(nn.Linear(64, 64), lr=1e-3)

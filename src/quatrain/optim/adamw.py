@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from quatrain.kernels.adamw import MomentSpec
@@ -20,6 +20,7 @@ from quatrain.optim.routing import (
     labels_of,
     names_of,
     nvfp4_obstacle,
+    refuse_module,
     refuse_repeated,
     role_of,
     tensor_id,
@@ -101,10 +102,7 @@ class AdamW(Optimizer):
         _refuse(amsgrad=amsgrad, foreach=foreach, differentiable=differentiable)
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, received {backend!r}")
-        if isinstance(params, nn.Module):
-            raise ValueError(
-                f"params must be parameters, received a {type(params).__name__}; give its .named_parameters()"
-            )
+        refuse_module(params)
         self.backend = backend
         self._clocks = Clocks()
         defaults: dict[str, Any] = {

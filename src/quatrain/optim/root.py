@@ -35,6 +35,7 @@ from quatrain.optim.routing import (
     Treatment,
     labels_of,
     names_of,
+    refuse_module,
     refuse_repeated,
     role_of,
     tensor_id,
@@ -114,6 +115,7 @@ class Root(Optimizer):
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, received {backend!r}")
+        refuse_module(params)
         if coefficients is not None and ns_coefficients is not None:
             raise ValueError("ns_coefficients and coefficients are one option, received both; leave one out")
         if coefficients is None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Kind = Literal["matrix", "embedding", "head", "vector", "small"]
 
@@ -130,6 +130,12 @@ def labels_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
         for group, first in zip(groups, starts, strict=False)
         for position in range(len(group["params"]))
     ]
+
+
+def refuse_module(params: object) -> None:
+    """Raise where a model was given in place of its parameters."""
+    if isinstance(params, nn.Module):
+        raise ValueError(f"params must be parameters, received a {type(params).__name__}; give its .named_parameters()")
 
 
 def refuse_repeated(groups: Sequence[Mapping[str, Any]]) -> None:
