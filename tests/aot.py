@@ -128,7 +128,9 @@ def launch_all() -> None:
         state = empty_state(16, 2048, moments, torch.device("cpu"))
         adamw_triton.step([Item(weight, weight, state, 0)], torch.ones(10), key, moments)
     found = newton_schulz.momentum_updates([x.float()] * 2, [x] * 2, 0.95, True)
-    newton_schulz.orthogonalize(found, Iteration(((2.0, -1.5, 0.5),) * 2, spec(scale="four-over-six")), 0.99)
+    iteration = Iteration(((2.0, -1.5, 0.5),) * 2, spec(scale="four-over-six"))
+    for tuning in (None, newton_schulz.Tuning()):
+        newton_schulz.orthogonalize(found, iteration, 0.99, tuning)
     newton_schulz.apply_updates([x, x], found.bfloat16(), 0.9, 0.1, [x.float()] * 2)
 
 

@@ -21,13 +21,14 @@ def test_kernels_compile(arch: int, target: str) -> None:
     assert {k["kernel"] for k in kernels} == {
         "rows_kernel", "tiles_kernel", "amax_kernel", "blocks_kernel", "decode_kernel", "fp8_kernel", "factors_kernel",
         "adamw_kernel", "momentum_kernel", "threshold_kernel", "norm_kernel", "start_kernel", "symmetric_kernel",
-        "update_kernel", "weights_kernel",
+        "update_kernel", "operands_kernel", "weights_kernel",
     }  # fmt: skip
     assert all(k["target"] == target and k["bytes"] > 5000 for k in kernels)  # an empty kernel would be smaller
     assert not any(k["merges"] for k in kernels)
     nearest = [k for k in kernels if k["kernel"] in ("rows_kernel", "tiles_kernel") and not k["stochastic"]]
     products = [k for k in kernels if k["kernel"] in ("symmetric_kernel", "update_kernel")]
-    assert all(k["stack"] < 100 and 0 < k["shared"] <= 99 << 10 for k in products)  # two programs on a multiprocessor
+    shared = {90: 131, 100: 131}.get(arch, 99) << 10  # a program that quantizes shares its multiprocessor: 99 KB
+    assert all(k["stack"] < 100 and 0 < k["shared"] <= shared for k in products)
     assert all((k["wgmma"] > 0) == (arch == 90) for k in products)
     candidates = [k for k in kernels if k["four_over_six"] and k["kernel"] == "rows_kernel"]
     assert len(candidates) == 2 and all(k["stack"] == 0 for k in candidates)  # nothing spilled

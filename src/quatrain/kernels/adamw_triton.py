@@ -23,7 +23,7 @@ from quatrain.kernels.moments_triton import row_power, row_words, scale_byte
 from quatrain.kernels.quantize_triton import architecture
 from quatrain.kernels.triton_math import key_state
 
-_REGISTERS = 128  # of a thread: sixteen warps on a multiprocessor
+_REGISTERS = (96, 128)  # of a thread, before and from Blackwell, where 96 would spill: 20 or 16 warps at once
 _Lines = tuple[tuple[int, ...], ...]
 _PLAIN, _MASTER, _CORRECTION, _DRAWN = 0, 1, 2, 3  # how weights are kept: fp32 or not at all, and the three masters
 
@@ -163,11 +163,12 @@ def _launch(
     chunks = form.chunks
     places = _places(scalars.device, tuple(words[10] for words in members), rows, chunks)
     table = _table(scalars.device, members)
+    arch = architecture(scalars.device.index)
     launch(
         adamw_kernel, (places.shape[0],), table, places, scalars, counter, columns, form.blocks, chunks,
         _TYPES[dtypes[0]], _TYPES[dtypes[1]], master, form.tile // 16, even, columns == form.padded, spec.faithful,
-        architecture(scalars.device.index), lanes, rows, steps,
-        num_warps=lanes // 32, maxnreg=_REGISTERS, enable_fp_fusion=False,
+        arch, lanes, rows, steps,
+        num_warps=lanes // 32, maxnreg=_REGISTERS[arch >= 100], enable_fp_fusion=False,
     )  # fmt: skip
 
 

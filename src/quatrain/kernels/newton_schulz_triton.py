@@ -6,7 +6,7 @@ Sides are padded with zeros to whole tiles, which changes nothing: zero rows and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,9 @@ class Tuning:
 
 
 SMALL = Tuning(tile=64, tile_m=64, tile_n=64, warps=4, update_warps=4)  # for sides up to 64
+# Codes cost about as much arithmetic as a product has pauses: on Hopper passes of their own beside cuBLAS are faster.
+CODED = Tuning(fused=False, library=True, registers=None)
+_ROOMY = (80, 90, 100, 103)  # architectures with shared memory for a fourth stage
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ def make_plan(iteration: Iteration, narrow: int, x: Tensor, tuning: Tuning | Non
         spec is not None and spec.format == "nvfp4" and spec.block_shape == (1, 16) and (spec.scale or "to-6") in _RULES
     )
     if tuning is None:
-        tuning = Tuning() if narrow > 64 else SMALL
+        coded = replace(CODED, stages=4) if _arch(x) in _ROOMY else CODED
+        tuning = SMALL if narrow <= 64 else Tuning() if spec is None else coded
     q = constants(spec if fast and spec is not None else QuantSpec("nvfp4"))
     return _Plan(iteration, tuning, fast, q, _arch(x))
 
