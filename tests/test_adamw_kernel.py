@@ -98,7 +98,8 @@ def test_sum_of_v(spread: float) -> None:
         m.mul_(0.9).add_(0.1 * gradient)
     got_m, got_v = run.decoded()
     assert 0.97 <= float(got_v.sum() / v.sum()) <= 1.03
-    assert abs(float((got_m * m).sum() / m.square().sum()) - 1) < 0.03  # stochastic rounding shrinks nothing
+    got_m, m = got_m / scale, m / scale
+    assert abs(float((got_m * m).sum() / m.square().sum()) - 1) < 0.02  # stochastic rounding shrinks nothing
     assert relative(got_m, m) < 0.5
 
 
@@ -303,7 +304,7 @@ def test_bits_are_pinned() -> None:
     assert (zlib.crc32(data), zlib.crc32(run.weight.numpy().tobytes())) == PINNED
 
 
-PINNED = (139662103, 2651271291)
+PINNED = (2301715026, 8976069)
 
 
 def test_root_is_correctly_rounded() -> None:

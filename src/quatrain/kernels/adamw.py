@@ -3,7 +3,8 @@
 A step reads parameter, gradient and moments once and writes them once. All of it is fp32, each product and sum rounded
 by itself, in the order that is written here; `moments.py` says how moments are kept.
 Sources: arXiv 1711.05101 (AdamW), Full-Stack FP4 (Ding et al., 2026) for the pipeline. The bound on |m| / sqrt(v), the
-deadband and the energy-matched mean are this project's own and left out with `faithful`.
+deadband, the logarithm, the first moment's relation to it and the energy-matched mean are this project's own and left
+out with `faithful`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from quatrain.formats import FLT_MAX
 from quatrain.kernels.dispatch import choose
+from quatrain.kernels.masters import join_master, round_bfloat16, split_master
 from quatrain.kernels.moments import (
     DEAD_M,
-    DEAD_MEAN,
     DEAD_S,
-    DEAD_STEP,
+    HELD_S,
     NEAREST_TABLE,
     SCALED,
+    SMALLEST_M,
     STOCHASTIC_TABLE,
     V_FLOOR,
     Layout,
@@ -37,7 +39,10 @@ from quatrain.kernels.moments import (
     encode_blocks,
     layout,
     nearest_power,
+    octaves,
     pack_along,
+    power_near,
+    ratios,
     read_units,
     signs,
     square_root,
@@ -156,7 +161,6 @@ class _Numbers:
     beta2: Tensor
     gradient: Tensor  # sqrt(1 - beta2) over the unit of s
     bound: Tensor
-    reach: Tensor  # (1 - beta1) |g| is at most this times s
 
 
 def _numbers(scalars: Tensor, spec: MomentSpec) -> _Numbers:
@@ -164,7 +168,7 @@ def _numbers(scalars: Tensor, spec: MomentSpec) -> _Numbers:
     gradient = square_root(rest2) * SCALED
     size, eps = (size / root) * SCALED, (eps / root) * SCALED
     bound = torch.zeros_like(bound) if spec.faithful else bound * SCALED
-    return _Numbers(decay, size, eps, beta1, rest1, beta2, gradient, bound, rest1.abs() / gradient)
+    return _Numbers(decay, size, eps, beta1, rest1, beta2, gradient, bound)
 
 
 def _step(item: Item, scalars: Tensor, counter: Tensor, spec: MomentSpec) -> None:
@@ -186,18 +190,15 @@ def _step_rows(
 ) -> None:
     gradient = across(_pad(item.gradient[part].float(), form))
     draws = element_draws(hashes)
-    old = read_units(state["m_scales"], state["m_amax"]) * 0.125 * n.beta1
-    m, s = _decode(state, old, gradient, form, spec)
+    m, s = _decode(state, n.beta1, gradient, form, spec)
     m.add_(gradient * n.rest1)
     v = s.square_().mul_(n.beta2).add_((gradient * n.gradient).square_()).clamp_(min=V_FLOOR)
     real = _real(form, v.device)
     if real is not None:
         v.mul_(real)
     s = square_root(v)
-    mean = tile_sums(tree_sum(s, 0), form.tile) * _inverse_counts(form, s.device)
-    finite = _encode_second(state, s, v, mean, real, hashes, form, spec)
-    reach = old * 192.0 + (mean * (n.reach * form.tile)).repeat_interleave(form.tile // 16)
-    lost = _encode_first(state, m, nearest_power(reach, 10), form, draws & 0x7F)
+    finite, ratio = _encode_second(state, s, v, real, hashes, form, spec)
+    lost = _encode_first(state, m, ratio, form, draws & 0x7F)
     finite = finite.repeat_interleave(form.tile // 16) & ~lost
     size = torch.where(finite, n.size, torch.full_like(n.size, math.nan))
     inverse = torch.maximum(s, m.abs() * n.bound).add_(n.eps).reciprocal_()
@@ -207,35 +208,71 @@ def _step_rows(
 
 
 def _decode(
-    state: dict[str, Tensor], unit: Tensor, gradient: Tensor, form: Layout, spec: MomentSpec
+    state: dict[str, Tensor], beta1: Tensor | float, gradient: Tensor, form: Layout, spec: MomentSpec
 ) -> tuple[Tensor, Tensor]:
     """beta1 * m and s, fp32 [16, N], after the deadband.
 
     A coordinate whose gradient is always zero would take up noise of its neighbours from the rotations, and drift.
     Where the gradient is zero, that of a neighbour is not, and both moments are no more than rounding noise, m becomes
-    zero and s is held as far below the noise's reach as it may rise in a step. One that was active lately has an s far
-    above the noise and is left alone.
+    zero and s is held below the noise's reach. One that was active lately has an s far above it and is left alone.
     """
     m = butterfly(doubled(unpack_across(state["m_codes"]))) * signs(gradient.device)
-    s = butterfly(doubled(unpack_across(state["v_codes"])))
-    s_unit = read_units(state["v_scales"], state["v_amax"]) * (0.125 * SCALED)
+    rest = butterfly(doubled(unpack_across(state["v_codes"])))
+    unit = read_units(state["v_scales"], state["v_amax"]) * 0.125
+    m_unit = read_units(state["m_scales"], state["m_amax"]) * 0.125 * beta1
     mean = (state["v_mean"].float() * SCALED).flatten().repeat_interleave(form.tile // 16)
-    s.mul_(s_unit).add_(mean)
+    if spec.faithful:
+        return m.mul_(m_unit), rest.mul_(unit * SCALED).add_(mean)
+    ratio = ratios(rest.mul_(unit))
+    m_unit = power_near(ratio) * m_unit
     silent = gradient == 0.0
-    if not spec.faithful and bool(silent.any()):
-        noise = torch.maximum(s_unit * (8.0 * DEAD_S), mean * DEAD_MEAN)
+    if bool(silent.any()):
         beside = (gradient != 0.0).any(dim=0)
-        dead = silent & beside & (s.abs() <= noise) & (m.abs() <= 8.0 * DEAD_M)
-        s = torch.where(dead, torch.minimum(s.abs(), noise - s_unit * (8.0 * DEAD_STEP)), s)
+        dead = silent & beside & (ratio <= DEAD_S) & (m.abs() <= 8.0 * DEAD_M)
+        ratio = torch.where(dead, ratio.clamp(max=HELD_S), ratio)
         m = m.masked_fill(dead, 0.0)
-    return m.mul_(unit), s
+    return m.mul_(m_unit), ratio.mul_(mean)
 
 
 def _encode_second(
-    state: dict[str, Tensor], s: Tensor, v: Tensor, mean: Tensor, real: Tensor | None, hashes: Tensor, form: Layout,
-    spec: MomentSpec,
-) -> Tensor:  # fmt: skip
-    """Store s; returns where tiles are finite, bool [tiles]."""
+    state: dict[str, Tensor], s: Tensor, v: Tensor, real: Tensor | None, hashes: Tensor, form: Layout, spec: MomentSpec
+) -> tuple[Tensor, Tensor | None]:
+    """Store s; returns where tiles are finite, bool [tiles], and s over its tile's mean as decoded, unless faithful."""
+    mean = tile_sums(tree_sum(s, 0), form.tile) * _inverse_counts(form, s.device)
+    if spec.faithful:
+        ratio, units, codes = None, *_differences(s, mean, real, form)
+    else:
+        units, codes = _logarithms(s, mean, real, form)
+        ratio = ratios(butterfly(doubled(codes)).mul_(units * 0.125))
+        squares = ratio.square() if real is None else ratio.square().mul_(real)
+        # The mean with which the decoded tile has the sum of squares of v.
+        mean = square_root(tile_sums(tree_sum(v, 0), form.tile) / tile_sums(tree_sum(squares, 0), form.tile))
+    finite = mean.abs() <= FLT_MAX  # False for NaN
+    mean = torch.where(finite, mean, torch.full_like(mean, math.nan)) * (1.0 / SCALED)
+    if spec.faithful:
+        state["v_mean"].copy_(mean.view(form.rows, -1))
+    else:
+        bits = (hashes[:: form.tile // 16] >> 16).to(torch.int32)
+        state["v_mean"].copy_(round_bfloat16(mean, bits).view(form.rows, -1))
+    state["v_codes"].copy_(pack_along(codes, form.rows))
+    write_units(units, state["v_scales"], state["v_amax"])
+    return finite, ratio
+
+
+def _logarithms(s: Tensor, mean: Tensor, real: Tensor | None, form: Layout) -> tuple[Tensor, Tensor]:
+    """Units (in octaves) and codes of s over its tile's mean; zeros where that is not finite."""
+    whole = mean <= FLT_MAX
+    inverse = torch.where(whole, mean.reciprocal(), torch.zeros_like(mean))
+    whole, inverse = (x.repeat_interleave(form.tile // 16) for x in (whole, inverse))
+    rest = octaves(s * inverse, whole)
+    if real is not None:
+        rest.mul_(real)
+    encoded = encode_blocks(butterfly(rest.half()), NEAREST_TABLE, None, up=False)
+    return encoded.units * 0.25, encoded.codes
+
+
+def _differences(s: Tensor, mean: Tensor, real: Tensor | None, form: Layout) -> tuple[Tensor, Tensor]:
+    """Units and codes of s minus its tile's mean."""
     per_tile = form.tile // 16
     power = nearest_power(mean, 0)
     spread = power.repeat_interleave(per_tile)
@@ -243,35 +280,18 @@ def _encode_second(
     if real is not None:
         rest.mul_(real)
     encoded = encode_blocks(butterfly(rest.half()), NEAREST_TABLE, None, up=False)
-    units = encoded.units * 0.25 / spread
-    if not spec.faithful:
-        mean = _matched(v, encoded.codes, units * 0.125, real, form)
-    finite = mean.abs() <= FLT_MAX  # False for NaN
-    mean = torch.where(finite, mean, torch.full_like(mean, math.nan)) * (1.0 / SCALED)
-    if spec.faithful:
-        state["v_mean"].copy_(mean.view(form.rows, -1))
-    else:
-        bits = (hashes[::per_tile] >> 16).to(torch.int32)
-        state["v_mean"].copy_(round_bfloat16(mean, bits).view(form.rows, -1))
-    units = torch.where(encoded.finite, units * (1.0 / SCALED), torch.full_like(units, math.nan))
-    state["v_codes"].copy_(pack_along(encoded.codes, form.rows))
-    write_units(units, state["v_scales"], state["v_amax"])
-    return finite
+    units = encoded.units * 0.25 / spread * (1.0 / SCALED)
+    return torch.where(encoded.finite, units, torch.full_like(units, math.nan)), encoded.codes
 
 
-def _matched(v: Tensor, codes: Tensor, unit: Tensor, real: Tensor | None, form: Layout) -> Tensor:
-    """The mean with which the decoded tile has the sum of squares of v: mean((mu + r)^2) = mean(v), r as decoded."""
-    rest = butterfly(doubled(codes))
-    if real is not None:
-        rest.mul_(real)
-    first, second = rest.sum(dim=0) * unit, rest.square_().sum(dim=0) * (unit * unit)  # sums of integers: exact
-    share = _inverse_counts(form, v.device)
-    first, second, energy = (tile_sums(x, form.tile) * share for x in (first, second, tree_sum(v, 0)))
-    return square_root((first * first - second + energy).clamp_(min=0.0)) - first
-
-
-def _encode_first(state: dict[str, Tensor], m: Tensor, power: Tensor, form: Layout, draws: Tensor | None) -> Tensor:
-    """Store m, made smaller than 2048 by `power`; returns which blocks are lost, bool [N]."""
+def _encode_first(
+    state: dict[str, Tensor], m: Tensor, ratio: Tensor | None, form: Layout, draws: Tensor | None
+) -> Tensor:
+    """Store m, relative to the power of two of `ratio`; returns which blocks are lost, bool [N]."""
+    if ratio is not None:
+        m = m * nearest_power(power_near(ratio), 0)
+    largest = (m.view(torch.int32) & 0x7FFFFFFF).amax(dim=0).clamp_(min=SMALLEST_M)
+    power = nearest_power(largest.view(torch.float32), 10)  # below 2048
     turned = butterfly((m * (signs(m.device) * power)).half())
     encoded = encode_blocks(turned, STOCHASTIC_TABLE if draws is not None else NEAREST_TABLE, draws, up=True)
     units = torch.where(encoded.finite, encoded.units * 0.25 / power, torch.full_like(power, math.nan))
@@ -332,11 +352,9 @@ def decode_moments(state: dict[str, Tensor], rows: int, columns: int, spec: Mome
         m and v, fp32 [R, K].
     """
     form = layout(rows, columns, spec)
-    unit = read_units(state["m_scales"], state["m_amax"]) * 0.125
-    m = butterfly(doubled(unpack_across(state["m_codes"]))) * signs(unit.device) * unit
-    s = butterfly(doubled(unpack_across(state["v_codes"])))
-    s.mul_(read_units(state["v_scales"], state["v_amax"]) * 0.125)
-    s.add_(state["v_mean"].float().flatten().repeat_interleave(form.tile // 16))
+    anything = torch.ones((), device=state["v_mean"].device)  # no gradient is zero: no deadband
+    m, s = _decode(state, 1.0, anything, form, spec)
+    s.mul_(1.0 / SCALED)
     m, v = (along(x, rows)[:, :columns].contiguous() for x in (m, s.square_()))
     return m, v
 
@@ -363,34 +381,5 @@ def encode_moments(
     real = _real(form, m.device)
     m, v = across(_pad(m, form)), across(_pad(v, form)) * (SCALED * SCALED)
     v = v.clamp_(min=V_FLOOR) if real is None else v.clamp_(min=V_FLOOR).mul_(real)
-    s = square_root(v)
-    mean = tile_sums(tree_sum(s, 0), form.tile) * _inverse_counts(form, s.device)
-    _encode_second(state, s, v, mean, real, hashes, form, spec)
-    power = nearest_power(m.abs().amax(dim=0).clamp(min=2.0**-100), 10)
-    _encode_first(state, m, power, form, None if counter is None else element_draws(hashes) & 0x7F)
-
-
-def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to BF16, up (in magnitude) where 16 random bits (int32, same shape) carry; NaN stays NaN."""
-    rounded = ((values.view(torch.int32) + bits) >> 16).to(torch.int16).view(torch.bfloat16)
-    return rounded.masked_fill(values.isnan(), math.nan)  # without asking first: a GPU would have to wait
-
-
-def split_master(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 weights to a BF16 parameter and the next eight bits, int8.
-
-    The weight is rounded to 16 significant bits; as integers, its bits are 256 times those of the parameter plus the
-    correction, which lies in [-128, 127]. So together they give the weight back to 2**-16 of itself.
-    """
-    bits = (weight.view(torch.int32) + 0x80) >> 8
-    narrow = (bits + 0x80) >> 8
-    correction = (bits - (narrow << 8)).to(torch.int8)
-    parameter = narrow.to(torch.int16).view(torch.bfloat16)
-    lost = weight.isnan()
-    return parameter.masked_fill(lost, math.nan), correction.masked_fill(lost, 0)
-
-
-def join_master(parameter: Tensor, correction: Tensor) -> Tensor:
-    """fp32 weights from what `split_master` gave; of a parameter that others changed, at most half a unit away."""
-    bits = (parameter.view(torch.int16).to(torch.int32) << 8) + correction.to(torch.int32)
-    return (bits << 8).view(torch.float32)
+    _, ratio = _encode_second(state, square_root(v), v, real, hashes, form, spec)
+    _encode_first(state, m, ratio, form, None if counter is None else element_draws(hashes) & 0x7F)

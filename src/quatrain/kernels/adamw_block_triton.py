@@ -8,25 +8,27 @@ import triton.language as tl
 
 from quatrain.formats.transform import FIXED_SIGNS
 from quatrain.kernels.halves_triton import block_of, butterfly
-from quatrain.kernels.moments import DEAD_M, DEAD_MEAN, DEAD_S, DEAD_STEP
+from quatrain.kernels.moments import DEAD_M, DEAD_S, HELD_S, OCTAVES, ONE, SMALLEST_M
 from quatrain.kernels.moments_triton import (
     decoded,
-    doubled,
     encode,
+    logarithm,
     nearest_power,
+    power_near,
     power_of,
+    ratio_of,
     read_units,
     reciprocal,
     spread_hash,
     square_root,
-    sum_of_squares,
     tile_sum,
 )
 from quatrain.kernels.triton_math import join4, split4, tree_sum, widen
 
 SIGNS = tl.constexpr(sum(1 << i for i, sign in enumerate(FIXED_SIGNS) if sign < 0))
-REACH_S, REACH_MEAN, REACH_M = tl.constexpr(DEAD_S), tl.constexpr(DEAD_MEAN), tl.constexpr(DEAD_M)
-REACH_STEP = tl.constexpr(DEAD_STEP)
+REACH_S, HELD, REACH_M = tl.constexpr(DEAD_S), tl.constexpr(HELD_S), tl.constexpr(DEAD_M)
+ONE_BITS, LEAST_BITS = tl.constexpr(ONE), tl.constexpr(SMALLEST_M)
+LEAST_RATIO, LARGEST_RATIO = tl.constexpr(ONE + OCTAVES[0] * 8388608), tl.constexpr(ONE + OCTAVES[1] * 8388608)
 
 
 @triton.jit
@@ -107,10 +109,9 @@ def numbers(scalars_ptr, FAITHFUL: tl.constexpr):
     beta2, rest2, bound = tl.load(scalars_ptr + 7), tl.load(scalars_ptr + 8), tl.load(scalars_ptr + 9)
     gradient = tl.sqrt_rn(rest2) * 65536.0
     size, eps = tl.div_rn(size, root) * 65536.0, tl.div_rn(eps, root) * 65536.0
-    reach = tl.div_rn(tl.abs(rest1), gradient)
     if FAITHFUL:
         bound = 0.0
-    return decay, size, eps, beta1, rest1, beta2, gradient, bound * 65536.0, reach
+    return decay, size, eps, beta1, rest1, beta2, gradient, bound * 65536.0
 
 
 @triton.jit
@@ -123,10 +124,8 @@ def _any_zero(gs):
 
 
 @triton.jit
-def _kept(m_ys, ss, gs, unit, mean):
-    """The first moment's sums and s after the deadband."""
-    noise = tl.maximum(unit * (8.0 * REACH_S), mean * REACH_MEAN)
-    held = noise - unit * (8.0 * REACH_STEP)
+def _kept(m_ys, ratios, gs):
+    """The first moment's sums and s over its mean after the deadband."""
     beside = gs[0] != 0.0
     for i in tl.static_range(1, 16):
         beside = beside | (gs[i] != 0.0)
@@ -134,9 +133,9 @@ def _kept(m_ys, ss, gs, unit, mean):
     out = ()
     for i in tl.static_range(16):
         silent = (gs[i] == 0.0) & beside
-        dead = silent & (tl.abs(ss[i]) <= noise) & (tl.abs(m_ys[i]) <= REACH_M * 0.000244140625)
+        dead = silent & (ratios[i] <= REACH_S) & (tl.abs(m_ys[i]) <= REACH_M * 0.000244140625)
         ms = ms + (tl.where(dead, 0.0, m_ys[i]),)
-        out = out + (tl.where(dead, tl.minimum(tl.abs(ss[i]), held), ss[i]),)
+        out = out + (tl.where(dead, tl.minimum(ratios[i], HELD), ratios[i]),)
     return ms, out
 
 
@@ -158,12 +157,33 @@ def _second_moment(ss, gs, real, n, EVEN: tl.constexpr, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _first_moment(ys, gs, unit, n):
+def _first_moment(ys, ratios, gs, unit, n, FAITHFUL: tl.constexpr):
     """m from the sums of the old one, the value of their unit (times beta1), and g."""
     ms = ()
     for i in tl.static_range(16):
-        ms = ms + (ys[i] * (-unit if (SIGNS >> i) & 1 else unit) + gs[i] * n[4],)
+        own = unit
+        if not FAITHFUL:
+            own = power_near(ratios[i]) * unit
+        ms = ms + (ys[i] * (-own if (SIGNS >> i) & 1 else own) + gs[i] * n[4],)
     return ms
+
+
+@triton.jit
+def _relative(ms, ratios):
+    """m over the power of two near the decoded s over its tile's mean."""
+    out = ()
+    for i in tl.static_range(16):
+        out = out + (ms[i] * nearest_power(power_near(ratios[i]), 0),)
+    return out
+
+
+@triton.jit
+def _largest(xs):
+    """Largest magnitude, or what stands for less; NaN does not matter."""
+    largest = tl.abs(xs[0])
+    for i in tl.static_range(1, 16):
+        largest = tl.maximum(largest, tl.abs(xs[i]))
+    return tl.maximum(largest.to(tl.int32, bitcast=True), LEAST_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -188,21 +208,39 @@ def _remainder(roots, mean, power, real, EVEN: tl.constexpr, ARCH: tl.constexpr)
 
 
 @triton.jit
-def _matched(low, high, unit, energy, share, real, EVEN: tl.constexpr, PER_TILE: tl.constexpr, ARCH: tl.constexpr):
+def _logarithms(roots, inverse, whole, real, EVEN: tl.constexpr, ARCH: tl.constexpr):
+    """The rotated logarithms of s over its tile's mean; zeros where that is not finite."""
+    low, high = tl.where(whole, LEAST_RATIO, ONE_BITS), tl.where(whole, LARGEST_RATIO, ONE_BITS)
+    xs = ()
+    for i in tl.static_range(16):
+        x = logarithm(roots[i] * inverse, low, high)
+        if not EVEN:
+            x = x * real[i]
+        xs = xs + (x,)
+    return butterfly(block_of(xs, ARCH), ARCH)
+
+
+@triton.jit
+def _ratios(low, high, unit, ARCH: tl.constexpr):
+    """s over its tile's mean, from two words of codes and the value of code 1.0 in octaves."""
+    ys = decoded(low, high, ARCH)
+    ratios = ()
+    for i in tl.static_range(16):
+        ratios = ratios + (ratio_of(ys[i], unit * 16777216.0),)
+    return ratios
+
+
+@triton.jit
+def _matched(ratios, energy, live, real, EVEN: tl.constexpr, PER_TILE: tl.constexpr, ARCH: tl.constexpr):
     """The mean with which the decoded tile has the sum of squares of v."""
-    if EVEN:  # without signs the transform's first element is the sum, and it keeps the sum of squares
-        total = (16 * doubled(low)).to(tl.float32)
-        squares = (16 * sum_of_squares(low, high, ARCH)).to(tl.float32)
-    else:
-        ys = decoded(low, high, ARCH)
-        total, squares = tl.zeros(unit.shape, tl.float32), tl.zeros(unit.shape, tl.float32)
-        for i in tl.static_range(16):
-            y = ys[i] * 32768.0 * real[i]
-            total, squares = total + y, squares + y * y
-    first = tile_sum(total * unit, PER_TILE, ARCH) * share
-    second = tile_sum(squares * (unit * unit), PER_TILE, ARCH) * share
-    inside = (first * first - second) + tile_sum(energy, PER_TILE, ARCH) * share
-    return tl.sqrt_rn(tl.maximum(inside, 0.0, propagate_nan=tl.PropagateNan.ALL)) - first
+    squares = ()
+    for i in tl.static_range(16):
+        x = ratios[i] * ratios[i]
+        if not EVEN:
+            x = x * real[i]
+        squares = squares + (x,)
+    total = tile_sum(tl.where(live, tree_sum(squares), 0.0), PER_TILE, ARCH)
+    return tl.sqrt_rn(tl.div_rn(tile_sum(energy, PER_TILE, ARCH), tl.where(live, total, 1.0)))
 
 
 @triton.jit
@@ -282,22 +320,26 @@ def step_blocks(
     tile_at = row.to(tl.int64) * (blocks // PER_TILE) + block // PER_TILE
     live = inside if FULL else inside & (left > 0)
     gs = _load16(gradient, place, live, left, EVEN, ARCH)
-    v_unit = read_units(tl.load(v_scales + at, mask=inside, other=0).to(tl.int32), v_amax) * 8192.0
+    v_unit = read_units(tl.load(v_scales + at, mask=inside, other=0).to(tl.int32), v_amax)
     m_unit = read_units(tl.load(m_scales + at, mask=inside, other=0).to(tl.int32), m_amax) * 0.125 * n[3]
-    low, high = _codes(v_codes, at, inside)
-    ys = decoded(low, high, ARCH)
     mean = tl.load(v_mean.to(tl.pointer_type(tl.int16), bitcast=True) + tile_at, mask=inside, other=0).to(tl.int32)
     mean = (mean << 16).to(tl.float32, bitcast=True) * 65536.0
-    v_step = v_unit * 32768.0
+    low, high = _codes(v_codes, at, inside)
+    m_low, m_high = _codes(m_codes, at, inside)
+    ys = decoded(m_low, m_high, ARCH)
     ss = ()
-    for i in tl.static_range(16):
-        ss = ss + (tl.fma(ys[i], v_step, mean),)  # the product is exact
-    low, high = _codes(m_codes, at, inside)
-    ys = decoded(low, high, ARCH)
-    if not FAITHFUL:  # noqa: SIM102  of a constant and a value Triton cannot make one condition
+    if FAITHFUL:
+        ratios = ys
+        rest = decoded(low, high, ARCH)
+        for i in tl.static_range(16):
+            ss = ss + (tl.fma(rest[i], v_unit * 268435456.0, mean),)  # the product is exact
+    else:
+        ratios = _ratios(low, high, v_unit, ARCH)
         if _any_zero(gs):
-            ys, ss = _kept(ys, ss, gs, v_unit, mean)
-    ms = _first_moment(ys, gs, m_unit * 32768.0, n)
+            ys, ratios = _kept(ys, ratios, gs)
+        for i in tl.static_range(16):
+            ss = ss + (ratios[i] * mean,)
+    ms = _first_moment(ys, ratios, gs, m_unit * 32768.0, n, FAITHFUL)
     real = ()
     if not EVEN:
         for i in tl.static_range(16):
@@ -310,22 +352,30 @@ def step_blocks(
         share = tl.div_rn(1.0, count.to(tl.float32))
     total, energy = tl.where(live, tree_sum(roots), 0.0), tl.where(live, tree_sum(vs), 0.0)
     mean = tile_sum(total, PER_TILE, ARCH) * share
-    power = tl.where(live, nearest_power(mean, 0), 0.0)
-    words = _remainder(roots, mean, power, real, EVEN, ARCH)
     base, draws = spread_hash(start, middle, block)
-    low, high, v_unit, whole = encode(words, draws, False, ARCH)
-    v_unit = v_unit * power_of(mean, -2)
+    if FAITHFUL:
+        words = _remainder(roots, mean, tl.where(live, nearest_power(mean, 0), 0.0), real, EVEN, ARCH)
+        low, high, v_unit, whole = encode(words, draws, False, ARCH)
+        v_unit = tl.where(whole, v_unit * power_of(mean, -2) * 0.0000152587890625, float("nan"))
+        moments = ms
+    else:
+        whole = live & (mean <= 3.4028234663852886e38)
+        inverse = reciprocal(tl.where(whole, mean, 1.0), ARCH)
+        words = _logarithms(roots, inverse, whole, real, EVEN, ARCH)
+        low, high, v_unit, whole = encode(words, draws, False, ARCH)
+        v_unit = v_unit * 0.25
+        ratios = _ratios(low, high, v_unit, ARCH)
+        mean = _matched(ratios, energy, live, real, EVEN, PER_TILE, ARCH)
+        moments = _relative(ms, ratios)
     tl.store(v_codes + (at * 2)[:, None] + tl.arange(0, 2)[None, :], tl.join(low, high), mask=inside[:, None])
-    reach = m_unit * 192.0 + mean * (n[8] * (PER_TILE * 16))
-    if not FAITHFUL:
-        mean = _matched(low, high, v_unit * 0.125, energy, share, real, EVEN, PER_TILE, ARCH)
     finite = tl.abs(mean) <= 3.4028234663852886e38
     _store_mean(v_mean, mean, finite, base, tile_at, inside & (block % PER_TILE == 0), FAITHFUL)
-    v_short = tl.where(whole, (v_unit * 0.0000152587890625).to(tl.int32, bitcast=True) >> 20, 0x7FC)
-    words = _rotated(ms, nearest_power(reach, 10), ARCH)
+    v_short = tl.where(whole, v_unit.to(tl.int32, bitcast=True) >> 20, 0x7FC)
+    largest = _largest(moments)
+    words = _rotated(moments, nearest_power(largest, 10), ARCH)
     low, high, m_unit, whole = encode(words, draws, True, ARCH)
     tl.store(m_codes + (at * 2)[:, None] + tl.arange(0, 2)[None, :], tl.join(low, high), mask=inside[:, None])
-    m_unit = m_unit * power_of(reach, -12)
+    m_unit = m_unit * power_of(largest, -12)
     m_short = tl.where(whole, m_unit.to(tl.int32, bitcast=True) >> 20, 0x7FC)
     size = tl.where(whole & finite, n[1], float("nan"))
     ws = _read_weights(parameter, extra, place, live, left, MASTER, EVEN, ARCH)

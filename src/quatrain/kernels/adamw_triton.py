@@ -23,7 +23,7 @@ from quatrain.kernels.moments_triton import row_power, row_words, scale_byte
 from quatrain.kernels.quantize_triton import architecture
 from quatrain.kernels.triton_math import key_state
 
-_REGISTERS = (96, 128)  # of a thread, before and from Blackwell, where 96 would spill: 20 or 16 warps at once
+_REGISTERS = (96, 160)  # of a thread, before and from Blackwell, where fewer would spill: 20 or 12 warps at once
 _Lines = tuple[tuple[int, ...], ...]
 _PLAIN, _MASTER, _CORRECTION, _DRAWN = 0, 1, 2, 3  # how weights are kept: fp32 or not at all, and the three masters
 

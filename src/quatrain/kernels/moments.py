@@ -2,8 +2,11 @@
 
 A tensor flattens to a matrix [R, K]; a row is cut into tiles of T columns and blocks of 16 (K is padded with zeros to
 whole tiles). The first moment is rotated (Hadamard 16, fixed signs) and rounded stochastically. Of the second one the
-square root is kept: each tile's mean in BF16 and, rotated (Hadamard 16, no signs), the rest to nearest. The mean that
-is stored is the one with which the tile's sum of squares survives the rounding.
+square root s is kept: each tile's mean in BF16 and, rotated (Hadamard 16, no signs), the rest to nearest. The rest is
+the logarithm of s over the mean, in octaves: an error of so many percent for small and large ones alike, where a
+difference would lose the small ones beside a large one, and divide by next to nothing. The mean that is stored is the
+one with which the tile's sum of squares survives the rounding. The first moment is kept relative to the power of two
+near the decoded s over the mean: so what a coordinate takes up of its neighbours' rounding has its own size.
 
 Second-level scales are powers of two, so a block's codes do not depend on the rest of its row. E4M3's sign, which a
 scale has no use for, stands for a factor of 2**-14: blocks far below the row's largest keep their precision.
@@ -30,11 +33,16 @@ CHUNK = 65536  # columns under one second-level scale
 ROW_CONSTANT = 2688.0  # 448 * 6, as in NVFP4: a row's scale is its amax / 2688
 SCALED = 65536.0  # s = sqrt(v) is computed in units of 2**-16, which keeps v off the smallest fp32 numbers
 V_FLOOR = 2.0**-100  # v in those units is never below this
+SMALLEST_M = 27 << 23  # bits of 2**-100: a block of the first moment is scaled as if its largest were no smaller
 X_FLOOR = 2.0**-13  # a rotated block whose largest magnitude, in half precision, is smaller becomes zero
 HALF_MAX = 65504.0
-# As far as rounding noise reaches: s by units of its block and by its tile's mean, m by units of its block. A step adds
-# at most about DEAD_STEP units to s, so what is held that far below the reach stays within it.
-DEAD_S, DEAD_MEAN, DEAD_M, DEAD_STEP = 4.0, 0.4, 8.0, 2.5
+# Bits of fp32 read as an integer grow with its logarithm, straight between powers of two: one octave is 2**23.
+ONE = 0x3F800000
+OCTAVES = (-4, 7)  # s over its tile's mean is kept within: at most the tile's elements, and a sixteenth
+FINE = 4096.0  # parts of an octave that are told apart
+MAGIC = 12582912.0  # 1.5 * 2**23: what is added to it is rounded to an integer, found in the lowest bits
+# As far as rounding noise reaches: s over its tile's mean, m by units of its block. What is held lies far enough below.
+DEAD_S, HELD_S, DEAD_M = 0.125, 0.0625, 8.0
 
 # What 4 instead of 6 adds to a block's error, by 2 * magnitude / scale rounded: means over normally distributed
 # blocks, in 1/200 of the squared scale. For v of the squared error, for m of the variance of stochastic rounding.
@@ -53,7 +61,8 @@ class MomentSpec:
 
     Args:
         tile: columns that share one mean of sqrt(v): a power of two from 16 to 256 (narrower tensors use less).
-        faithful: the paper's bare pipeline: no deadband, no energy-matched mean, means to nearest.
+        faithful: the paper's bare pipeline: differences from the mean, the first moment as it is, no deadband, no
+            energy-matched mean, means to nearest.
         master: what carries the precision of a BF16 parameter: "fp32", "bf16+int8" or "bf16-sr".
 
     Raises:
@@ -260,6 +269,28 @@ def _look_up(index: Tensor, table: tuple[int, ...]) -> Tensor:
     """Table entries (int8) of an index held in fp32."""
     values = torch.tensor(table, dtype=torch.int8, device=index.device)
     return values.index_select(0, index.to(torch.int32).clamp_(0, 15).view(-1)).view(index.shape)
+
+
+def octaves(ratio: Tensor, whole: Tensor) -> Tensor:
+    """Logarithm of s over its tile's mean, straight between powers of two and within `OCTAVES`.
+
+    Args:
+        ratio: fp32 [16, N].
+        whole: bool [N]; 0 where it is False.
+    """
+    low, high = (torch.where(whole, ONE + (end << 23), ONE) for end in OCTAVES)
+    bits = torch.minimum(torch.maximum(ratio.view(torch.int32), low), high)
+    return ((bits >> 11) - (ONE >> 11)).float() * (1.0 / FINE)
+
+
+def ratios(octaves: Tensor) -> Tensor:
+    """The inverse of `octaves`, to `FINE` parts of an octave; fp32."""
+    return (((octaves * FINE + MAGIC).view(torch.int32) << 11) + ONE).view(torch.float32)
+
+
+def power_near(ratio: Tensor) -> Tensor:
+    """The power of two that a positive number is 0.75 to 1.5 times as large as: equal for what scatters around 1."""
+    return ((ratio.view(torch.int32) + 0x400000) & 0x7F800000).view(torch.float32)
 
 
 def nearest_power(value: Tensor, exponent: int) -> Tensor:

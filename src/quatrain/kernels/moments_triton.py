@@ -15,11 +15,14 @@ from quatrain.kernels.halves_triton import (
     pack_halves,
     unpack_halves,
 )
-from quatrain.kernels.moments import NEAREST_TABLE, SPREAD, STOCHASTIC_TABLE
+from quatrain.kernels.moments import FINE, MAGIC, NEAREST_TABLE, ONE, SPREAD, STOCHASTIC_TABLE
 from quatrain.kernels.triton_math import mix32, pair_hash
 
 ABSOLUTE = tl.constexpr(0x7FFF7FFF)
 HIGH_BITS = tl.constexpr(0x7F800000)
+ONE_BITS, MAGIC_NUMBER = tl.constexpr(ONE), tl.constexpr(MAGIC)
+SHIFT = tl.constexpr(0x4B400000 - (ONE >> 11))  # from bits of a number near 1 to those of MAGIC plus parts of an octave
+PART, OFFSET = tl.constexpr(1.0 / FINE), tl.constexpr(-MAGIC / FINE)
 CONSTANT_NIBBLES = tl.constexpr((0x64006400 * 0x1111) % (1 << 32) - (1 << 32))  # what 1024 + code leaves beside codes
 
 
@@ -161,6 +164,26 @@ def power_of(x, EXPONENT: tl.constexpr):
 
 
 @triton.jit
+def power_near(x):
+    """`moments.power_near`."""
+    return ((x.to(tl.int32, bitcast=True) + 0x400000) & HIGH_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def logarithm(x, low, high):
+    """`moments.octaves` of a number whose bits are kept between two."""
+    bits = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True), low), high)
+    shifted = ((bits >> 11) + SHIFT).to(tl.float32, bitcast=True)
+    return tl.fma(shifted, PART, OFFSET)  # exact
+
+
+@triton.jit
+def ratio_of(y, unit):
+    """`moments.ratios` of y times a unit in parts of an octave, whose product is exact."""
+    return (tl.fma(y, unit, MAGIC_NUMBER).to(tl.int32, bitcast=True) * 2048 + ONE_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def nearest_power(x, EXPONENT: tl.constexpr):
     """2**EXPONENT over the power of two at or below a positive number."""
     TOP: tl.constexpr = ((254 + EXPONENT) * 8388608 + 2147483648) % 4294967296 - 2147483648  # as a signed word
@@ -251,45 +274,6 @@ def _looked_up(low, high, DRAWN: tl.constexpr, ARCH: tl.constexpr):
          tl.full(shape, WORDS[2], tl.int32), tl.full(shape, WORDS[3], tl.int32)],
         dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def sum_of_squares(low, high, ARCH: tl.constexpr):
-    """Sum of the squares of twice the values of sixteen codes, int32."""
-    if ARCH == 0:
-        total = tl.zeros(low.shape, tl.int32)
-        for i in tl.static_range(16):
-            value = doubled((high if i >= 8 else low) >> (4 * (i % 8)))
-            total += value * value
-        return total
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, t;
-        and.b32 a, $1, 0x77777777;
-        and.b32 b, $2, 0x77777777;
-        prmt.b32 c, $3, $4, a;
-        dp4a.u32.u32 t, c, 0x01010101, 0;
-        shr.u32 a, a, 16;
-        prmt.b32 c, $3, $4, a;
-        dp4a.u32.u32 t, c, 0x01010101, t;
-        prmt.b32 c, $3, $4, b;
-        dp4a.u32.u32 t, c, 0x01010101, t;
-        shr.u32 b, b, 16;
-        prmt.b32 c, $3, $4, b;
-        dp4a.u32.u32 $0, c, 0x01010101, t;
-        }""",
-        "=r,r,r,r,r",
-        [low, high, tl.full(low.shape, 0x09040100, tl.int32), tl.full(low.shape, -1874844656, tl.int32)],
-        dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def doubled(code):
-    """Twice the value of a code in the lowest four bits, int32."""
-    c = code & 7
-    magnitude = tl.maximum(tl.maximum(c, 2 * c - 4), 4 * c - 16)
-    return tl.where((code & 8) == 0, magnitude, -magnitude)
 
 
 @triton.jit
