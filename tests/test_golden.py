@@ -23,7 +23,7 @@ REFERENCE_VARIANTS = {
         )
         for dims, block in (("1d", None), ("2d", (16, 16)))
         for error in ("MAE", "MSE")
-        for scale_max in (256, 448)
+        for scale_max in ((256, 448) if dims == "1d" else (256,))
     },
 }
 PINNED_ORDER = {"amax": 3.25, "block_max": 2.4375, "to-6": [0x7E, 123], "divided": 122}
@@ -56,17 +56,18 @@ def assert_same(q: qt.QTensor, packed: torch.Tensor, scale: torch.Tensor, amax: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nvfp4_reference(backend: str) -> None:
+@pytest.mark.parametrize("variant", sorted(REFERENCE_VARIANTS))
+def test_nvfp4_reference(variant: str, backend: str) -> None:
     tensors = load_file(GOLDEN / "nvfp4_reference.safetensors")
     compared = 0
-    for key in sorted(k for k in tensors if k.endswith(".packed")):
-        case, dtype, variant, direction, _ = key.split(".")
+    for key in sorted(k for k in tensors if k.endswith(".packed") and k.split(".")[2] == variant):
+        case, dtype, _, direction, _ = key.split(".")
         x = tensors[f"{case}.{dtype}.input"]
         q = quantize(x.t() if direction == "col" else x, REFERENCE_VARIANTS[variant], backend)
         stem = key.removesuffix("packed")
         assert_same(q, tensors[key], tensors[f"{stem}scale"], tensors[f"{stem}amax"], key)
         compared += 1
-    assert compared >= 150
+    assert compared >= 12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
