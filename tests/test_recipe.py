@@ -77,7 +77,10 @@ def test_fingerprint_is_of_the_resolved_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("foo = 1", "unknown key 'foo' in the recipe; valid keys: name, description, source, linear, optimizer, phase"),
+        (
+            "foo = 1",
+            "unknown key 'foo' in the recipe; valid keys: name, description, source, linear, attention, opti",
+        ),
         ("[linear]\nfprop.inputs = 'nvfp4'", r"unknown key 'fprop.inputs' in \[linear\].*did you mean 'fprop.input'"),
         ("[linear]\nfprop.input = { format = 'nvfp4', round = 'x' }", "fprop.input: unknown key 'round'.*valid keys"),
         ("[linear]\nfprop.input = { format = 'int4' }", "fprop.input: format must be one of"),

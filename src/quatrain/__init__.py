@@ -7,6 +7,7 @@ Recipes are short tables of data; the same bits come out on every backend.
 """
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from quatrain.formats import Hadamard, QTensor, QuantSpec
     from quatrain.kernels import matmul, quantize
     from quatrain.nn import NonFiniteError, check_finite, drop_weight_codes, rng_state, set_precision, set_rng_state
-    from quatrain.recipe import Recipe, apply, load_recipe, recipe_names
+    from quatrain.recipe import Recipe, apply, attention, load_recipe, recipe_names
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "QuantSpec",
     "Recipe",
     "apply",
+    "attention",
     "check_finite",
     "drop_weight_codes",
     "load_recipe",
@@ -46,7 +48,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"quatrain.{name}")
     for part in _PARTS if name in __all__ else ():
         found = getattr(importlib.import_module(f"quatrain.{part}"), name, None)
-        if found is not None:
+        if found is not None and not isinstance(found, ModuleType):  # kernels and nn have files of the same name
             return globals().setdefault(name, found)
     raise AttributeError(f"module 'quatrain' has no attribute {name!r}")
 

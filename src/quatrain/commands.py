@@ -18,7 +18,7 @@ from typing import Any
 
 from quatrain import __version__
 from quatrain.files import expand, is_signed, replace_file
-from quatrain.nn import OPERANDS
+from quatrain.nn import ATTENTION_OPERANDS, OPERANDS
 from quatrain.recipe import describe, load_recipe, optimizer_words, recipe_names
 from quatrain.recipe import diff as differences
 
@@ -128,6 +128,10 @@ def _show_recipe(name: str, resolved: bool) -> None:
         print(_columns([(n, describe(r)) for n, r in zip(OPERANDS, recipe.linear.rows, strict=True)]))
         kept = recipe.to_dict()["linear"]["keep"].items()
         print("\nkeep:  " + "  ".join(f"{k}={v}" for k, v in kept if v not in (0, 0.0, [], None)))
+    if recipe.attention.quantizes:
+        rows = zip(ATTENTION_OPERANDS, recipe.attention.rows, strict=True)
+        print(_columns([(n, describe(r)) for n, r in rows]))
+        print(f"attention: smooth={recipe.attention.smooth}  views={recipe.attention.views}")
     if recipe.optimizer.to_dict():
         print(f"optimizer: {optimizer_words(recipe.optimizer)}")
     for phase in recipe.phases:

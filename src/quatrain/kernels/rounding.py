@@ -56,16 +56,17 @@ def encode_stochastic(values: Tensor, fmt: MiniFloat, bits: Tensor) -> Tensor:
     return encode_nearest(torch.copysign(rounded, values), fmt)
 
 
-def random_bits(key: Tensor, rows: int, columns: int) -> Tensor:
+def random_bits(key: Tensor, rows: int | Tensor, columns: int, first_column: int = 0) -> Tensor:
     """int32 [rows, columns] of 16 random bits each.
 
     Args:
         key: int64 [2], (seed, offset).
-        rows: of the logical operand, leading dimensions flattened.
+        rows: of the logical operand, leading dimensions flattened; or the coordinates of some of them, int64 [rows].
         columns: of the logical operand; one 32-bit hash serves columns 2j (low half) and 2j + 1 (high half).
+        first_column: coordinate of the first of them, even.
     """
     start, middle = _row_state(key, rows)
-    pairs = torch.arange((columns + 1) // 2, dtype=torch.int64, device=key.device)
+    pairs = torch.arange((columns + 1) // 2, dtype=torch.int64, device=key.device) + first_column // 2
     word = pair_hash(start[:, None], middle[:, None], pairs[None, :])
     halves = torch.stack([word & 0xFFFF, word >> 16], dim=-1).flatten(1)
     return halves[:, :columns].to(torch.int32)
@@ -103,7 +104,7 @@ def pair_hash(start: Tensor, middle: Tensor, pair: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def _row_state(key: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _row_state(key: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor]:
     """Two 32-bit words for each row, from seed, offset and row index: int64 [rows] each."""
     low, high = key & _MASK, (key >> 32) & _MASK
     first = mix32((low[0] + _GOLDEN) & _MASK)
@@ -112,7 +113,7 @@ def _row_state(key: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         first = mix32(first ^ word)
     for word in (low[0], high[1], low[1]):
         second = mix32(second ^ word)
-    row = torch.arange(rows, dtype=torch.int64, device=key.device)
+    row = rows if isinstance(rows, Tensor) else torch.arange(rows, dtype=torch.int64, device=key.device)
     start = mix32(first ^ row)
     middle = mix32((second + row * _GOLDEN) & _MASK)
     return start, middle

@@ -1,5 +1,8 @@
-"""Layers: the quantized linear and what converted modules share."""
+"""Layers: the quantized linear, mixed-precision attention and what converted modules share."""
 
+from quatrain.kernels.attention_rows import ATTENTION_OPERANDS, AttentionRows, RowsPlan
+from quatrain.nn.attention import attention_keys, quantized_attention
+from quatrain.nn.attention_interface import AttentionSlot, convert_attention, register_attention
 from quatrain.nn.linear import LinearRows, QuantLinear, convert
 from quatrain.nn.state import (
     OPERANDS,
@@ -14,10 +17,18 @@ from quatrain.nn.state import (
 )
 
 __all__ = [
+    "ATTENTION_OPERANDS",
+    "AttentionRows",
+    "AttentionSlot",
+    "attention_keys",
+    "convert_attention",
+    "quantized_attention",
+    "register_attention",
     "OPERANDS",
     "LinearRows",
     "NonFiniteError",
     "QuantLinear",
+    "RowsPlan",
     "SharedState",
     "check_finite",
     "convert",

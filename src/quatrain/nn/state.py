@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from quatrain.kernels.attention_rows import ATTENTION_OPERANDS
+
 OPERANDS = ("fprop.input", "fprop.weight", "dgrad.grad", "dgrad.weight", "wgrad.grad", "wgrad.input")
 PRECISIONS = (None, "forward", "both")
 
@@ -32,10 +34,12 @@ class SharedState:
         generation: int64 [1], counts optimizer steps and phase changes; weight codes of an older one are stale.
         seen: fp32 [modules, 6], the running maximum magnitude of every operand, NaN and infinity included.
         names: module names, in the order of `seen`.
+        attentions: how many of them, the last ones, are attention modules.
     """
 
-    def __init__(self, names: list[str], device: torch.device) -> None:
+    def __init__(self, names: list[str], device: torch.device, attentions: int = 0) -> None:
         self.names = names
+        self.attentions = attentions
         self.said_idle = False
         self.precision: str | None = None
         self.generation = torch.zeros(1, dtype=torch.int64)  # on the CPU always
@@ -50,6 +54,11 @@ class SharedState:
             self.clock = _moved(self.clock, device)
             self.seen = _moved(self.seen, device)
 
+    def operand(self, module: int, operand: int) -> str:
+        """The name of an operand of the module with that index."""
+        attention = module >= len(self.names) - self.attentions
+        return (ATTENTION_OPERANDS if attention else OPERANDS)[operand]
+
     def advance(self, root: nn.Module, *_: object) -> None:
         """Forward pre-hook of the root: one tick for each training forward, none for a recompute inside backward."""
         if root.training and not _inside_backward():  # in any grad mode: checkpointing's first pass has it off
@@ -61,7 +70,7 @@ class SharedState:
         _watch_optimizers(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SharedState:
-        copy = SharedState(list(self.names), self.clock.device)
+        copy = SharedState(list(self.names), self.clock.device, self.attentions)
         copy.precision, copy.clock, copy.seen = self.precision, self.clock.clone(), self.seen.clone()
         memo[id(self)] = copy
         return copy
@@ -224,7 +233,7 @@ def check_finite(model: nn.Module) -> None:
         _mention_idle(state)
         state.seen.zero_()
         if bad:
-            places = [f"{state.names[i]} ({OPERANDS[j]})" for i, j in bad]
+            places = [f"{state.names[i]} ({state.operand(i, j)})" for i, j in bad]
             more = f" and {len(places) - 8} more" if len(places) > 8 else ""
             raise NonFiniteError(
                 f"operands must be finite, received NaN or infinity in {', '.join(places[:8])}{more}; "

@@ -2,6 +2,7 @@
 
 from quatrain.nn import set_precision
 from quatrain.recipe.apply import Report, apply
+from quatrain.recipe.attend import attention
 from quatrain.recipe.diff import describe, diff, optimizer_words
 from quatrain.recipe.optimizer import OptimizerRows, operands_of
 from quatrain.recipe.schema import Keep, Phase, Recipe, check_keys, load_recipe, phase_from_dict, recipe_names
@@ -13,6 +14,7 @@ __all__ = [
     "Recipe",
     "Report",
     "apply",
+    "attention",
     "check_keys",
     "describe",
     "diff",

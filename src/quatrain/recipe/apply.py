@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quatrain.nn import QuantLinear, SharedState, convert
+from quatrain.nn import SharedState, convert
+from quatrain.recipe.attention_rows import convert_attention_modules, describe_attention, find_attention
 from quatrain.recipe.schema import Keep, Recipe, load_recipe
 
 _HEAD_NAMES = (
@@ -68,9 +69,10 @@ class Report:
 
 
 def apply(model: nn.Module, recipe: Recipe | str | Path, seed: int = 0) -> Report:
-    """Convert the linears of any model in place.
+    """Convert the linears of any model in place, and the attention of a transformers model.
 
     Each plain nn.Linear becomes a QuantLinear: the same object with the same parameters, hooks and state_dict keys.
+    With [attention] rows the model's attn_implementation becomes "quatrain".
     Embeddings, norms, convolutions, the output head (unless `keep.head = false`) and everything that is no
     nn.Linear stay as they are.
 
@@ -89,7 +91,7 @@ def apply(model: nn.Module, recipe: Recipe | str | Path, seed: int = 0) -> Repor
     Source: arXiv 2509.25149 section 4.1 (which layers).
     """
     recipe = load_recipe(recipe)
-    done = next((name for name, m in model.named_modules() if isinstance(m, QuantLinear)), None)
+    done = next((name for name, m in model.named_modules() if "_shared_state" in m.__dict__), None)
     if done is not None:
         raise ValueError(f"apply converts a model once, received one whose {done!r} is converted; build the model anew")
     plan = _Plan(model, recipe)
@@ -99,9 +101,12 @@ def apply(model: nn.Module, recipe: Recipe | str | Path, seed: int = 0) -> Repor
             f"recipe {recipe.name!r} has operand rows but would convert nothing: {plan.why_nothing()}; "
             "relax its keep rules or give a model with nn.Linear layers"
         )
-    if recipe.quantizes:
-        _convert_all(model, recipe, names, seed)
-    report = plan.report(names if recipe.quantizes else [])
+    names = names if recipe.quantizes else []
+    attentions = find_attention(model) if recipe.attention.quantizes else []
+    if names or attentions:
+        _convert_all(model, recipe, names, attentions, seed)
+    report = plan.report(names)
+    report.converted.update(dict.fromkeys(attentions, describe_attention(recipe.attention)))
     if recipe.quantizes and 1.0 - report.quantized_mac_share > _KEPT_SHARE_WARNING:
         warnings.warn(
             f"recipe {recipe.name!r} keeps {1.0 - report.quantized_mac_share:.1%} of the blocks' linear "
@@ -111,15 +116,18 @@ def apply(model: nn.Module, recipe: Recipe | str | Path, seed: int = 0) -> Repor
     return report
 
 
-def _convert_all(model: nn.Module, recipe: Recipe, names: list[str], seed: int) -> None:
-    devices = {p.device for name in names for p in model.get_submodule(name).parameters()}
+def _convert_all(model: nn.Module, recipe: Recipe, names: list[str], attentions: list[str], seed: int) -> None:
+    devices = {p.device for name in names or attentions for p in model.get_submodule(name).parameters()}
     if len(devices) > 1:
         raise ValueError(
             f"apply needs all linears of a model on one device, received {sorted(map(str, devices))}; "
             "convert the model before it is spread, or each part by itself"
         )
-    device = devices.pop()
-    state = SharedState(names, torch.device("cpu") if device.type == "meta" else device)
+    device = devices.pop() if devices else torch.device("cpu")
+    state = SharedState(
+        [*names, *attentions], torch.device("cpu") if device.type == "meta" else device, len(attentions)
+    )
+    convert_attention_modules(model, attentions, recipe.attention, state, seed, _rank())
     for index, name in enumerate(names):
         linear = model.get_submodule(name)
         if isinstance(linear, nn.Linear):

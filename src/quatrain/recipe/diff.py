@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from quatrain.formats import QuantSpec
-from quatrain.nn import OPERANDS
+from quatrain.nn import ATTENTION_OPERANDS, OPERANDS
 from quatrain.recipe.optimizer import OptimizerRows
 from quatrain.recipe.schema import Recipe
 
@@ -21,6 +21,12 @@ def diff(left: Recipe, right: Recipe) -> list[tuple[str, str, str]]:
         for key in sorted(before.keys() | after.keys()):
             if before.get(key) != after.get(key):
                 changes.append((f"keep.{key}", _text(before.get(key)), _text(after.get(key))))
+    for name, a, b in zip(ATTENTION_OPERANDS, left.attention.rows, right.attention.rows, strict=True):
+        changes += _row_changes(name, a, b)
+    if left.attention.quantizes and right.attention.quantizes:
+        for key in ("smooth", "views"):
+            a, b = getattr(left.attention, key), getattr(right.attention, key)
+            changes += [(f"attention.{key}", _text(a), _text(b))] if a != b else []
     for key in (f.name for f in fields(OptimizerRows)):
         a, b = getattr(left.optimizer, key), getattr(right.optimizer, key)
         if key == "operands":

@@ -17,7 +17,8 @@ from typing import Any
 
 from quatrain.files import expand
 from quatrain.formats import QuantSpec
-from quatrain.nn import OPERANDS, LinearRows
+from quatrain.nn import ATTENTION_OPERANDS, OPERANDS, AttentionRows, LinearRows
+from quatrain.recipe.attention_rows import ATTENTION_KEYS, attention_from_dict, attention_to_dict, flat_rows
 from quatrain.recipe.optimizer import OptimizerRows, optimizer_from_dict
 from quatrain.toml import format_value
 
@@ -92,10 +93,11 @@ class Recipe:
     keep: Keep = field(default_factory=Keep)
     phases: tuple[Phase, ...] = ()
     optimizer: OptimizerRows = field(default_factory=OptimizerRows)
+    attention: AttentionRows = field(default_factory=AttentionRows)
 
     @property
     def quantizes(self) -> bool:
-        """Whether any operand row is present."""
+        """Whether any operand row of linears is present."""
         return any(self.linear.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,12 +107,13 @@ class Recipe:
         keep["names"] = list(self.keep.names)
         if keep["blocks"] is None:
             keep.pop("blocks")
-        optimizer = self.optimizer.to_dict()
+        optimizer, attention = self.optimizer.to_dict(), attention_to_dict(self.attention)
         return {
             "name": self.name,
             "description": self.description,
             "source": self.source,
             "linear": {**rows, "keep": keep} if self.quantizes else {},
+            **({"attention": attention} if attention else {}),
             **({"optimizer": optimizer} if optimizer else {}),
             "phase": [_phase_to_dict(p) for p in self.phases],
         }
@@ -123,8 +126,9 @@ class Recipe:
             keep = data["linear"].pop("keep")
             lines += ["", "[linear]", *(f"{name} = {format_value(row)}" for name, row in data["linear"].items())]
             lines += ["", "[linear.keep]", *(f"{key} = {format_value(value)}" for key, value in keep.items())]
-        if data.get("optimizer"):
-            lines += ["", "[optimizer]", *(f"{key} = {format_value(v)}" for key, v in data["optimizer"].items())]
+        for table in ("attention", "optimizer"):
+            if data.get(table):
+                lines += ["", f"[{table}]", *(f"{key} = {format_value(v)}" for key, v in data[table].items())]
         for phase in data["phase"]:
             lines += ["", "[[phase]]", *(f"{key} = {format_value(value)}" for key, value in phase.items())]
         return "\n".join(lines) + "\n"
@@ -197,7 +201,7 @@ def check_keys(data: dict[str, Any], valid: tuple[str, ...], where: str) -> None
 
 
 def _recipe_from_dict(data: dict[str, Any]) -> Recipe:
-    check_keys(data, ("name", "description", "source", "linear", "optimizer", "phase"), "the recipe")
+    check_keys(data, ("name", "description", "source", "linear", "attention", "optimizer", "phase"), "the recipe")
     for key in ("name", "description", "source"):
         if not isinstance(data.get(key, ""), str):
             raise ValueError(f"{key} must be text, received {data[key]!r}")
@@ -207,13 +211,17 @@ def _recipe_from_dict(data: dict[str, Any]) -> Recipe:
     optimizer = dict(_table(data.get("optimizer", {}), "optimizer"))
     check_keys(optimizer, tuple(f.name for f in fields(OptimizerRows)), "[optimizer]")
     optimizer_rows = optimizer_from_dict(optimizer)
-    default_name = "bf16" if not any(rows.rows) and not optimizer_rows.to_dict() else "unnamed"
+    attention = flat_rows(_table(data.get("attention", {}), "attention"), ATTENTION_OPERANDS)
+    check_keys(attention, ATTENTION_KEYS, "[attention]")
+    attention_rows = attention_from_dict(attention, _spec)
+    plain = not any(rows.rows) and not optimizer_rows.to_dict() and not attention_rows.quantizes
+    default_name = "bf16" if plain else "unnamed"
     if not isinstance(data.get("phase", []), list):
         raise ValueError(f"phases are written as [[phase]] tables, received phase = {data['phase']!r}")
     phases = tuple(phase_from_dict(p, allow_step=False) for p in data.get("phase", []))
     return Recipe(
         data.get("name", default_name), data.get("description", ""), data.get("source", ""), rows, keep, phases,
-        optimizer_rows,
+        optimizer_rows, attention_rows,
     )  # fmt: skip
 
 
@@ -224,20 +232,14 @@ def _table(value: Any, where: str) -> dict[str, Any]:
 
 
 def _rows_from_dict(linear: dict[str, Any]) -> LinearRows:
-    gemms = sorted({name.split(".")[0] for name in OPERANDS})
-    flat: dict[str, Any] = {}
-    for key, value in linear.items():  # `fprop.input = {...}` parses to nested tables
-        if key in gemms and isinstance(value, dict):
-            flat |= {f"{key}.{name}": row for name, row in value.items()}
-        else:
-            flat[key] = value
+    flat = flat_rows(linear, OPERANDS)
     check_keys(flat, (*OPERANDS, "keep"), "[linear]")
     specs = {name.replace(".", "_"): _spec(row, name) for name, row in flat.items()}
     return LinearRows(**specs)
 
 
 def _spec(row: Any, name: str) -> QuantSpec:
-    row = {"format": row} if isinstance(row, str) else _table(row, f"linear.{name}")
+    row = {"format": row} if isinstance(row, str) else _table(row, name)
     try:
         return QuantSpec.from_dict(row)
     except (ValueError, TypeError) as error:

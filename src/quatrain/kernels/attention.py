@@ -1,0 +1,328 @@
+"""Attention's operations on bare tensors: pack the views, forward, backward. What autograd functions call.
+
+Forward and backward are one opaque operation each to compilers. Between them only packed views, V, O and L are kept:
+with NVFP4 rows 2.25 bytes per element of Q and K, against 4 in BF16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from quatrain.formats import QTensor, QuantSpec
+from quatrain.kernels.attention_layout import Geometry, empty_views, keep_tokens, key_means, pad_tokens
+from quatrain.kernels.attention_math import Parts, Views, backward_reference, forward_reference
+from quatrain.kernels.attention_rows import AttentionRows, serves_both
+from quatrain.kernels.dispatch import BACKENDS
+from quatrain.kernels.operands import quantize_both
+from quatrain.kernels.quantize import quantize_parts
+
+
+def pack_views(
+    q: Tensor, k: Tensor, rows: str, geometry: Geometry, keys: Tensor | None, for_backward: bool
+) -> list[Tensor]:
+    """Q and K as products read them: smoothed, padded, packed; the inputs are not changed.
+
+    Args:
+        q: [b, h, q, d].
+        k: [b, g, k, d].
+        rows: `AttentionRows.to_json` text.
+        geometry: sizes and masks.
+        keys: int64 [6, 2], (seed, offset) of every operand, for stochastic rows.
+        for_backward: also what products along tokens read.
+
+    Returns:
+        The tensors of `AttentionRows.slots`: rows [b h t', d] or columns [d, b h t'] as codes, scales and amax; or
+        values [b, h, t', d] where a row is missing.
+    """
+    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+        return _pack_op(q, k, rows, *geometry, keys, for_backward)
+    return _pack_views(q, k, AttentionRows.from_json(rows), geometry, keys, for_backward)
+
+
+def attention_forward(
+    views: list[Tensor], v: Tensor, rows: str, geometry: Geometry, for_backward: bool, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """O [b, h, q, e] in v's dtype and L [b, h, q] in fp32 (float64 if v is).
+
+    Args:
+        views: of `pack_views`.
+        v: [b, g, k, e].
+        rows, geometry, for_backward: those that made the views.
+        backend: "auto" | "reference"; the others of `quantize` are refused.
+    """
+    if torch.compiler.is_compiling() or isinstance(v, FakeTensor):
+        return _forward_op(views, v, rows, *geometry, for_backward, backend)
+    return _forward(views, v, AttentionRows.from_json(rows), geometry, for_backward, backend)
+
+
+def attention_backward(
+    do: Tensor,
+    views: list[Tensor],
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: str,
+    geometry: Geometry,
+    keys: Tensor | None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK and dV in v's dtype, and the bound of dS, fp32 [b, h]; shapes as in `backward_reference`."""
+    if torch.compiler.is_compiling() or isinstance(v, FakeTensor):
+        return _backward_op(do, views, v, out, lse, rows, *geometry, keys, backend)
+    return _backward(do, views, v, out, lse, AttentionRows.from_json(rows), geometry, keys, backend)
+
+
+def choose_attention(device: torch.device, requested: str) -> str:
+    """The backend that runs attention on `device`.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not hold attention.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, received {requested!r}")
+    if requested not in ("auto", "reference"):
+        raise ValueError(f'attention runs on backend="auto" or "reference", received {requested!r} on {device}')
+    return "reference"
+
+
+def _pack_views(
+    q: Tensor, k: Tensor, rows: AttentionRows, g: Geometry, keys: Tensor | None, for_backward: bool
+) -> list[Tensor]:
+    if q.is_meta:
+        return empty_views(q, k, rows, g, for_backward)
+    k = keep_tokens(k, g.kept)
+    if rows.smooth:
+        # Exact for gradients too: what is subtracted shifts a row of S, and rows of dS sum to zero.
+        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+        k = keep_tokens((k.to(wide) - key_means(k, g)).to(k.dtype), g.kept)
+    q, k = pad_tokens(q, g.starts_q), pad_tokens(k, g.starts_k)
+    query = _pack(q, rows.scores_query, rows.dkey_query, keys, (0, 5), rows, for_backward)
+    key = _pack(k, rows.scores_key, rows.dquery_key, keys, (1, 3), rows, for_backward)
+    slots = [*query[0], *key[0], *key[1], *query[1]]
+    return [slots[i] for i in rows.slots(for_backward)]  # type: ignore[misc]
+
+
+def _pack(
+    x: Tensor,
+    row: QuantSpec | None,
+    column: QuantSpec | None,
+    keys: Tensor | None,
+    operands: tuple[int, int],
+    rows: AttentionRows,
+    for_backward: bool,
+) -> tuple[Parts, Parts]:
+    """x [b, h, t', d] along d and along tokens; x itself where a row is missing."""
+    wanted = column if for_backward and not serves_both(row, column) else None
+    matrix = x.reshape(-1, x.shape[-1])
+    row_key, column_key = _key(row, keys, operands[0]), _key(wanted, keys, operands[1])
+    if rows.views == "decoded" and row is not None and wanted is not None:
+        parts = quantize_parts(matrix, row.to_json(), row_key)
+        decoded = QTensor(*parts, matrix.shape, row).dequantize()
+        return parts, quantize_parts(decoded.t(), wanted.to_json(), column_key)
+    texts = [None if spec is None else spec.to_json() for spec in (row, wanted)]
+    first, second = quantize_both(matrix, texts[0], texts[1], row_key, column_key)
+    return first or (x, None, None), second or (x, None, None)
+
+
+def _key(spec: QuantSpec | None, keys: Tensor | None, operand: int) -> Tensor | None:
+    if spec is None or not spec.stochastic:
+        return None
+    if keys is None:
+        raise ValueError("stochastic rounding needs a key, received none; pass seed and offset")
+    return keys[operand]
+
+
+def _forward(
+    tensors: list[Tensor], v: Tensor, rows: AttentionRows, g: Geometry, for_backward: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    choose_attention(v.device, backend)
+    if v.is_meta:
+        return _empty_forward(v, g)
+    with torch.autocast(v.device.type, enabled=False):  # products accumulate in fp32, whatever the surroundings
+        return forward_reference(_views(tensors, rows.slots(for_backward)), v, rows, g)
+
+
+def _backward(
+    do: Tensor,
+    tensors: list[Tensor],
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: AttentionRows,
+    g: Geometry,
+    keys: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    choose_attention(v.device, backend)
+    if v.is_meta:
+        return _empty_backward(v, g)
+    with torch.autocast(v.device.type, enabled=False):
+        return backward_reference(do, _views(tensors, rows.slots(True)), v, out, lse, rows, g, keys)
+
+
+def _views(tensors: list[Tensor], slots: tuple[int, ...]) -> Views:
+    all_slots: list[Tensor | None] = [None] * 12
+    for i, tensor in zip(slots, tensors, strict=True):
+        all_slots[i] = tensor
+    parts = [(all_slots[i], all_slots[i + 1], all_slots[i + 2]) for i in range(0, 12, 3)]
+    return Views(*(None if p[0] is None else p for p in parts))  # type: ignore[arg-type]
+
+
+def _empty_forward(v: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
+    work = torch.float64 if v.dtype == torch.float64 else torch.float32
+    shape = (v.shape[0], g.heads, g.queries)
+    return v.new_empty(*shape, v.shape[3]), v.new_empty(shape, dtype=work)
+
+
+def _empty_backward(v: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, groups, length, _ = v.shape
+    dq = v.new_empty(batch, g.heads, g.queries, g.head_size)
+    bound = v.new_empty(batch, g.heads, dtype=torch.float32)
+    return dq, v.new_empty(batch, groups, length, g.head_size), v.new_empty(v.shape), bound
+
+
+@torch.library.custom_op("quatrain::attention_views", mutates_args=())
+def _pack_op(
+    q: Tensor,
+    k: Tensor,
+    rows: str,
+    heads: int,
+    queries: int,
+    head_size: int,
+    scale: float,
+    causal: bool,
+    bottom_right: bool,
+    window: int,
+    kept: Tensor | None,
+    mask: Tensor | None,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    keys: Tensor | None,
+    for_backward: bool,
+) -> list[Tensor]:
+    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
+    views = _pack_views(q, k, AttentionRows.from_json(rows), g, keys, for_backward)
+    return [view.clone() if view is q or view is k else view for view in views]  # an operation returns no input
+
+
+@_pack_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    rows: str,
+    heads: int,
+    queries: int,
+    head_size: int,
+    scale: float,
+    causal: bool,
+    bottom_right: bool,
+    window: int,
+    kept: Tensor | None,
+    mask: Tensor | None,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    keys: Tensor | None,
+    for_backward: bool,
+) -> list[Tensor]:
+    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
+    return empty_views(q, k, AttentionRows.from_json(rows), g, for_backward)
+
+
+@torch.library.custom_op("quatrain::attention_forward", mutates_args=())
+def _forward_op(
+    tensors: list[Tensor],
+    v: Tensor,
+    rows: str,
+    heads: int,
+    queries: int,
+    head_size: int,
+    scale: float,
+    causal: bool,
+    bottom_right: bool,
+    window: int,
+    kept: Tensor | None,
+    mask: Tensor | None,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    for_backward: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
+    return _forward(tensors, v, AttentionRows.from_json(rows), g, for_backward, backend)
+
+
+@_forward_op.register_fake
+def _(
+    tensors: list[Tensor],
+    v: Tensor,
+    rows: str,
+    heads: int,
+    queries: int,
+    head_size: int,
+    scale: float,
+    causal: bool,
+    bottom_right: bool,
+    window: int,
+    kept: Tensor | None,
+    mask: Tensor | None,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    for_backward: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
+    return _empty_forward(v, g)
+
+
+@torch.library.custom_op("quatrain::attention_backward", mutates_args=())
+def _backward_op(
+    do: Tensor,
+    tensors: list[Tensor],
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: str,
+    heads: int,
+    queries: int,
+    head_size: int,
+    scale: float,
+    causal: bool,
+    bottom_right: bool,
+    window: int,
+    kept: Tensor | None,
+    mask: Tensor | None,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    keys: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
+    return _backward(do, tensors, v, out, lse, AttentionRows.from_json(rows), g, keys, backend)
+
+
+@_backward_op.register_fake
+def _(
+    do: Tensor,
+    tensors: list[Tensor],
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: str,
+    heads: int,
+    queries: int,
+    head_size: int,
+    scale: float,
+    causal: bool,
+    bottom_right: bool,
+    window: int,
+    kept: Tensor | None,
+    mask: Tensor | None,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    keys: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
+    return _empty_backward(v, g)

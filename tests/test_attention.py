@@ -1,0 +1,375 @@
+"""Mixed-precision attention: softmax attention without rows; with them, what follows from what is quantized."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quatrain as qt
+from quatrain.kernels import attention_math
+from quatrain.kernels.attention import attention_backward, attention_forward, pack_views
+from quatrain.kernels.attention_layout import Geometry
+from quatrain.kernels.attention_rows import NVFP4_ROWS, AttentionRows
+from quatrain.kernels.rounding import make_key, random_bits
+from quatrain.nn import attention_keys
+from quatrain.telemetry import saved_bytes
+
+S = qt.QuantSpec
+NONE = AttentionRows()
+VALUE, NEAREST, SQUARE = S(scale="four-over-six"), S(), S(block=(16, 16), scale="four-over-six")
+ROUNDED = AttentionRows(VALUE, VALUE, NEAREST, VALUE, NEAREST, VALUE)
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def inputs(
+    b: int = 2, h: int = 4, g: int = 2, tq: int = 33, tk: int = 33, d: int = 32, e: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:  # fmt: skip
+    """q, k, v and the gradient of the output."""
+    torch.manual_seed(tq * 1000 + tk)
+    shapes = ((b, h, tq, d), (b, g, tk, d), (b, g, tk, e or d), (b, h, tq, e or d))
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def run(function: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, **arguments: Any) -> list[Tensor]:
+    """O, dQ, dK, dV."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    out = function(*leaves, **arguments)
+    out.backward(do)
+    return [out.detach(), *(t.grad for t in leaves)]
+
+
+def ours(*tensors: Tensor, spec: Any = NVFP4_ROWS, **arguments: Any) -> list[Tensor]:
+    return run(qt.attention, *tensors, spec=spec, **arguments)
+
+
+def theirs(*tensors: Tensor, **arguments: Any) -> list[Tensor]:
+    return run(sdpa, *tensors, enable_gqa=True, **arguments)
+
+
+def error(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-12))
+
+
+def assert_equal(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-6) -> None:
+    for name, x, y in zip(("O", "dQ", "dK", "dV"), found, wanted, strict=True):
+        assert torch.allclose(x, y, rtol=tolerance, atol=tolerance), (name, float((x - y).abs().max()))
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 127, 128, 129])
+@pytest.mark.parametrize("causal", [False, True])
+def test_without_rows_it_is_softmax_attention(tokens: int, causal: bool) -> None:
+    x = inputs(tq=tokens, tk=tokens)
+    assert_equal(ours(*x, spec=NONE, is_causal=causal), theirs(*x, is_causal=causal))
+
+
+@pytest.mark.parametrize(("h", "g", "d", "e"), [(4, 4, 32, 32), (4, 1, 72, 72), (6, 2, 96, 40), (1, 1, 256, 256)])
+def test_heads_and_their_sizes(h: int, g: int, d: int, e: int) -> None:
+    x = inputs(b=1, h=h, g=g, d=d, e=e)
+    assert_equal(ours(*x, spec=NONE, is_causal=True, scale=0.1), theirs(*x, is_causal=True, scale=0.1))
+    found, wanted = ours(*x, is_causal=True), theirs(*x, is_causal=True)
+    assert all(0.01 < error(a, b) < 0.3 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_and_unequal(causal: bool) -> None:
+    x = inputs(b=1, h=2, g=1, tq=1001, tk=503, d=32)
+    assert_equal(ours(*x, spec=NONE, is_causal=causal), theirs(*x, is_causal=causal))
+    found = ours(*x, is_causal=causal)
+    assert all(torch.isfinite(t).all() for t in found)
+    assert all(error(a, b) < 0.3 for a, b in zip(found, theirs(*x, is_causal=causal), strict=True))
+
+
+def test_gradcheck_without_rows() -> None:
+    q, k, v, _ = inputs(b=1, h=2, g=1, tq=5, tk=7, d=3)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    for arguments in ({}, {"is_causal": True, "bottom_right": True}, {"is_causal": True, "window": 2}):
+        assert torch.autograd.gradcheck(lambda *t, a=arguments: qt.attention(*t, spec=NONE, **a), leaves)
+
+
+def seen(tq: int, tk: int, causal: bool, window: int | None, bottom_right: bool) -> Tensor:
+    """Straight from the words of the docstring."""
+    rows = []
+    for i in range(tq):
+        place = i + (tk - tq if bottom_right else 0)
+        if causal:
+            rows.append([j <= place and (window is None or j > place - window) for j in range(tk)])
+        else:
+            rows.append([window is None or abs(j - place) <= window for j in range(tk)])
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 6])
+def test_masks(causal: bool, bottom_right: bool, window: int | None) -> None:
+    x = inputs(tq=20, tk=33)
+    rule = {"is_causal": causal, "bottom_right": bottom_right, "window": window}
+    mask = seen(20, 33, causal, window, bottom_right)
+    assert_equal(ours(*x, spec=NONE, **rule), theirs(*x, attn_mask=mask))
+    assert_equal(ours(*x, spec=NONE, mask=mask[None, None]), theirs(*x, attn_mask=mask))
+    # The same numbers enter whether a rule or a mask says what is seen, as long as every key is seen by some query.
+    if not window and not (causal and not bottom_right):
+        assert_equal(ours(*x, spec=ROUNDED, **rule), ours(*x, spec=ROUNDED, mask=mask[None, None]), 0)
+
+
+def test_padding_counts_for_nothing() -> None:
+    q, k, v, do = inputs(tq=24, tk=24)
+    kept = torch.ones(2, 24, dtype=torch.bool)
+    kept[0, :7] = False
+    kept[1, 20:] = False
+    mask = kept[:, None, None] & seen(24, 24, True, None, False)
+    rules = {"is_causal": True, "key_padding": kept}
+    found, wanted = ours(q, k, v, do, spec=NONE, **rules), theirs(q, k, v, do, attn_mask=mask)
+    wanted[0][0, :, :7] = 0  # what sees nothing is zero
+    assert_equal(found, [torch.nan_to_num(t) for t in wanted])
+    spoiled = [torch.where(kept[:, None, :, None], t, torch.nan) for t in (k, v)]
+    clean, dirty = ours(q, k, v, do, **rules), ours(q, *spoiled, do, **rules)
+    assert_equal(dirty, clean, 0)
+    assert not clean[2][0, :, :7].any() and not clean[3][1, :, 20:].any()
+    # A mask says by itself which keys are padding: those that no query sees.
+    assert_equal(ours(q, k, v, do, mask=mask), clean, 0)
+
+
+def test_packed_sequences() -> None:
+    q, k, v, do = inputs(b=1, tq=90, tk=90)
+    cu = torch.tensor([0, 1, 10, 47, 47, 90], dtype=torch.int32)
+    for spec, tolerance in ((NONE, 1e-6), (ROUNDED, 0.35)):
+        found = ours(q, k, v, do, spec=spec, is_causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        parts = []
+        for a, b in zip(cu[:-1], cu[1:], strict=True):
+            if a < b:
+                parts.append(theirs(*(t[:, :, a:b] for t in (q, k, v, do)), is_causal=True))
+        wanted = [torch.cat(part, 2) for part in zip(*parts, strict=True)]
+        assert all(error(x, y) < tolerance for x, y in zip(found, wanted, strict=True))
+    # A sequence is quantized by itself but for the tensor's maximum: blocks hold tokens of one sequence only.
+    other = [torch.cat([t[:, :, :47], 0.5 * t[:, :, 47:]], 2) for t in (q, k, v, do)]
+    quarter = ROUNDED
+    biggest = torch.full((1, 1, 1, 1), 8.0, dtype=q.dtype)
+    for tensors in ((q, k, v, do), other):
+        tensors[0][:, :, :1], tensors[1][:, :, :1] = biggest, biggest
+    rules = {"spec": quarter, "is_causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    assert torch.equal(ours(q, k, v, do, **rules)[0][:, :, :47], ours(*other, **rules)[0][:, :, :47])
+
+
+def test_straight_through() -> None:
+    """With exact dS and one view for both axes, gradients are those of the graph whose Q and K are what S reads."""
+    rows = AttentionRows(SQUARE, SQUARE, None, SQUARE, None, SQUARE, smooth=False)
+    q, k, v, do = inputs(tq=32, tk=32)
+
+    def graph(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        read = [
+            t + (qt.quantize(t.reshape(-1, 32), SQUARE).dequantize(t.dtype).view(t.shape) - t).detach() for t in (q, k)
+        ]
+        return sdpa(*read, v, is_causal=True, enable_gqa=True)
+
+    assert_equal(ours(q, k, v, do, spec=rows, is_causal=True), run(graph, q, k, v, do))
+    low = [t.bfloat16() for t in (q, k, v, do)]
+    high = run(graph, *(t.double() for t in low))
+    assert all(error(a, b) < 6e-3 for a, b in zip(ours(*low, spec=rows, is_causal=True), high, strict=True))
+
+
+def backward(views: list[Tensor], x: list[Tensor], rows: AttentionRows, g: Geometry, saved: list[Tensor]) -> Tensor:
+    """dQ."""
+    q, k, v, do = x
+    return attention_backward(do, views, v, *saved, rows.to_json(), g, None)[0]
+
+
+def test_rows_of_ds_sum_to_zero_only_with_the_views_of_forward() -> None:
+    rows = AttentionRows(NEAREST, NEAREST, smooth=False)  # dQ = scale dS K with K as it is
+    q, k, v, do = inputs(d=48)
+    k[..., -1] = 1.0  # so that dQ[..., -1] / scale is the sum of a row of dS
+    g = Geometry(4, 33, 48, 1.0, True)
+    views = pack_views(q, k, rows.to_json(), g, None, True)
+    saved = list(attention_forward(views, v, rows.to_json(), g, True))
+    good = backward(views, [q, k, v, do], rows, g, saved)
+    # The negative control: S recomputed from what was not quantized.
+    plain = AttentionRows(smooth=False)
+    bad = backward(pack_views(q, k, plain.to_json(), g, None, True), [q, k, v, do], plain, g, saved)
+    size = good.abs().mean()
+    assert good[..., -1].abs().max() < 1e-6 * size
+    assert bad[..., -1].abs().mean() > 0.05 * size
+
+
+def test_the_bound_of_ds_holds() -> None:
+    q, k, v, do = inputs()
+    g = Geometry(4, 33, 32, 0.2, True)
+    views = pack_views(q, k, NONE.to_json(), g, None, True)
+    out, lse = attention_forward(views, v, NONE.to_json(), g, True)
+    s = torch.matmul(q, k.repeat_interleave(2, 1).mT) * 0.2
+    p = torch.exp(s - lse[..., None]).tril()
+    delta = (do * out).sum(-1)
+    ds = p * (torch.matmul(do, v.repeat_interleave(2, 1).mT) - delta[..., None])
+    bound = attention_backward(do, views, v, out, lse, NONE.to_json(), g, None)[3]
+    assert (ds.abs().amax((2, 3)) <= bound).all() and (bound < 1e3 * ds.abs().amax((2, 3))).all()
+    tiny = attention_math.ds_bound(1e-30 * do.float(), v.float(), 0 * delta.float())
+    assert (tiny > 0).all()  # squares would have vanished in fp32
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "up", "stochastic-unbiased"])
+def test_stochastic_rounding_is_unbiased_where_no_scale_clips(rounding: str) -> None:
+    """The controls: rounding to nearest, and block scales rounded to nearest, below which the block's maximum clips."""
+    grad = NVFP4_ROWS.dquery_grad if rounding == "up" else S(rounding=rounding)
+    unbiased = rounding in ("up", "stochastic-unbiased")
+    rows = AttentionRows(VALUE, VALUE, grad, VALUE, grad, VALUE)
+    exact = AttentionRows(VALUE, VALUE, None, VALUE, None, VALUE)
+    x = inputs(b=1, h=1, g=1, tq=24, tk=24, d=16, dtype=torch.float32)
+    wanted = ours(*x, spec=exact, is_causal=True)
+    draws = [ours(*x, spec=rows, is_causal=True, offset=i)[1:3] for i in range(256 if grad.stochastic else 2)]
+    for i in range(2):
+        drawn = torch.stack([d[i] for d in draws]).double()
+        off = (drawn.mean(0) - wanted[i + 1].double()).abs()
+        standard_error = drawn.std(0) / len(draws) ** 0.5 + 1e-7
+        z = off / standard_error
+        if unbiased:
+            assert (z < 4).double().mean() > 0.995 and z.square().mean() < 1.3
+        else:
+            assert (z < 4).double().mean() < 0.97
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_close_to_exact_attention(causal: bool) -> None:
+    x = inputs(tq=128, tk=128, d=64, dtype=torch.bfloat16)
+    wanted = theirs(*(t.double() for t in x), is_causal=causal)
+    for found, want in zip(ours(*x, is_causal=causal), wanted, strict=True):
+        assert torch.cosine_similarity(found.double().flatten(), want.flatten(), dim=0) > 0.97
+
+
+def test_keys_and_bits() -> None:
+    x = inputs(dtype=torch.bfloat16)
+    first, again, other = (ours(*x, is_causal=True, seed=3, offset=o) for o in (1, 1, 2))
+    assert_equal(again, first, 0)
+    assert torch.equal(other[0], first[0]) and torch.equal(other[3], first[3])
+    assert not torch.equal(other[1], first[1]) and not torch.equal(other[2], first[2])
+    keys = attention_keys(torch.tensor([3]), torch.tensor([1]), torch.device("cpu"))
+    assert torch.equal(keys, attention_keys(3, 1, torch.device("cpu"))) and len(keys.unique(dim=0)) == 6
+    key = make_key(1, 2, torch.device("cpu"))
+    whole = random_bits(key, 9, 40)
+    assert torch.equal(random_bits(key, torch.tensor([2, 7]), 16, 16), whole[[2, 7], 16:32])
+
+
+def test_chunks_change_no_bit_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs(tq=70, tk=50)
+    whole = ours(*x, is_causal=True, seed=1)
+    monkeypatch.setattr(attention_math, "_CHUNK_ELEMENTS", 1)  # chunks of 16
+    assert_equal(ours(*x, is_causal=True, seed=1), whole, 1e-12)
+
+
+def test_smoothing_and_views() -> None:
+    q, k, v, do = inputs(b=2, h=4, g=4, tq=128, tk=128, d=64)
+    biased = k + 2 * torch.randn(1, 4, 1, 64, dtype=k.dtype)
+    wanted = theirs(q, biased, v, do, is_causal=True)
+
+    def errors(**change: Any) -> list[float]:
+        rows = AttentionRows(*ROUNDED.rows, **change)
+        found = ours(q, biased, v, do, spec=rows, is_causal=True)
+        return [error(a, b) for a, b in zip(found, wanted, strict=True)]
+
+    smooth, plain, decoded = errors(), errors(smooth=False), errors(views="decoded")
+    assert plain[0] > 1.3 * smooth[0] and plain[1] > 1.5 * smooth[1]
+    assert decoded[0] == smooth[0] and decoded[1] > 1.05 * smooth[1] and decoded[2] > 1.05 * smooth[2]
+    square = AttentionRows(SQUARE, SQUARE, NEAREST, SQUARE, NEAREST, SQUARE)
+    worst = [error(a, b) for a, b in zip(ours(q, biased, v, do, spec=square, is_causal=True), wanted, strict=True)]
+    assert worst[1] > 1.05 * smooth[1]
+
+
+def test_fp4_where_the_split_forbids_it_costs_more() -> None:
+    """The control of the split: dO V^T in NVFP4 raises the error of dQ at least 1.3 times."""
+    q, k, v, do = inputs(b=2, h=2, g=2, tq=128, tk=128, d=64, dtype=torch.float32)
+    wanted = theirs(*(t.double() for t in (q, k, v, do)), is_causal=True)[1]
+    g = Geometry(2, 128, 64, 0.125, True)
+    views = pack_views(q, k, ROUNDED.to_json(), g, None, True)
+    out, lse = attention_forward(views, v, ROUNDED.to_json(), g, True)
+    rough = [qt.quantize(t, "nvfp4").dequantize() for t in (do, v)]
+    good = attention_backward(do, views, v, out, lse, ROUNDED.to_json(), g, None)[0]
+    bad = attention_backward(rough[0], views, rough[1], out, lse, ROUNDED.to_json(), g, None)[0]
+    assert error(bad, wanted) > 1.3 * error(good, wanted)
+
+
+def test_what_is_kept_for_backward() -> None:
+    q, k, v, _ = inputs(b=1, h=2, g=2, tq=256, tk=256, d=64, dtype=torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    held = saved_bytes(lambda: qt.attention(*leaves, is_causal=True))["bytes"]
+    assert held == 6.25 * q.numel() + 4 * 2 * 256 + 4 * 4  # views, V and O; L; four maxima
+
+
+def test_inputs_stay_and_non_finite_numbers_are_seen() -> None:
+    x = inputs(dtype=torch.bfloat16)
+    before = [t.clone() for t in x]
+    ours(*x, is_causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
+    for i in range(4):
+        for bad in (float("nan"), float("inf")):
+            spoiled = [t.clone() for t in before]
+            spoiled[i][0, 0, 3, 5] = bad
+            found = ours(*spoiled, is_causal=True)
+            assert i == 3 or not torch.isfinite(found[0]).all()
+            assert not any(torch.isfinite(t).all() for t in found[1:3])
+
+
+def test_nothing_to_attend() -> None:
+    for tq, tk in ((0, 5), (5, 0), (0, 0)):
+        found = ours(*inputs(tq=tq, tk=tk), is_causal=True)
+        assert found[0].shape[2] == tq and found[2].shape[2] == tk and not any(t.any() for t in found)
+
+
+def test_autocast_and_no_grad() -> None:
+    q, k, v, _ = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = qt.attention(q, k, v, is_causal=True)
+    low = qt.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, low)
+    with torch.no_grad():
+        assert torch.equal(qt.attention(q, k, v), qt.attention(q.requires_grad_(), k, v))
+
+
+def test_compiles_whole() -> None:
+    x = inputs(tq=37, tk=37, dtype=torch.bfloat16)
+    kept = torch.ones(2, 37, dtype=torch.bool)
+    kept[0, :4] = False
+    compiled = torch.compile(qt.attention, fullgraph=True, backend="aot_eager")
+    for rules in ({"is_causal": True}, {"key_padding": kept}):
+        assert_equal(run(compiled, *x, seed=4, **rules), ours(*x, seed=4, **rules), 0)
+    plain = inputs(tq=32, tk=32)  # nothing is packed nor padded: views are the inputs
+    assert_equal(run(compiled, *plain, spec=NONE), ours(*plain, spec=NONE), 0)
+    leaf = inputs(g=4)[0].requires_grad_()
+    assert torch.equal(compiled(leaf, leaf, leaf), qt.attention(leaf, leaf, leaf))  # one tensor three times
+    meta = qt.attention(*(t.to("meta").requires_grad_() for t in x[:3]))
+    meta.sum().backward()
+    assert meta.shape == x[3].shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"spec": "nvfp4"}, r"a recipe with \[attention\] rows"),
+        ({"dropout_p": 0.1}, "does not serve dropout_p"),
+        ({"attn_mask": torch.zeros(1)}, "does not serve attn_mask"),
+        ({"enable_gqa": False}, "enable_gqa"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"backend": "cpu"}, 'backend="auto" or "reference"'),
+        ({"mask": torch.zeros(2, 4, 33, 33)}, "additive bias"),
+        ({"mask": torch.ones(1, 1, 33, 33, dtype=torch.bool), "is_causal": True}, "a mask stands alone"),
+        ({"key_padding": torch.ones(2, 9, dtype=torch.bool)}, "key_padding must be bool"),
+        ({"cu_seqlens_q": torch.tensor([0, 33])}, "give both"),
+        ({"cu_seqlens_q": torch.tensor([0, 33]), "cu_seqlens_k": torch.tensor([0, 33])}, "a batch of 1"),
+    ],
+)
+def test_refusals(change: dict[str, Any], message: str) -> None:
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=message):
+        qt.attention(q, k, v, **change)
+
+
+def test_refused_shapes_and_rows() -> None:
+    q, k, v, _ = inputs()
+    for bad in ((q[0], k, v), (q[:1], k, v), (q, k, v[:, :, :5]), (q[:, :3], k, v), (q.long(), k, v)):
+        with pytest.raises(ValueError, match="received"):
+            qt.attention(*bad)
+    for rows in (
+        {"scores_query": S("mxfp4")}, {"scores_key": S(transform="hadamard")}, {"dquery_grad": VALUE},
+        {"dkey_grad": S(block=(16, 16))}, {"views": "third"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="received"):
+            AttentionRows(**rows)
