@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import quatrain as qt
 from quatrain.kernels import adamw_triton, blocks_triton, decode_triton, matmul_triton, nvfp4_triton, quantize_triton
@@ -56,6 +57,9 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], arch: 
         value = values[parameter.name]
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            kind = TYPES[value.base.dtype][1:]
+            signature[parameter.name] = f"tensordesc<{kind}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]

@@ -21,12 +21,13 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_python_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    snippet, optimizers = blocks("python")
+    snippet, optimizers, attention = blocks("python")
     code = [line for line in snippet.splitlines() if line.strip() and not line.startswith("#")]
     assert len(code) <= 11
     found: dict[str, object] = {}
     exec(compile(snippet, "README.md", "exec"), found)
     exec(compile(optimizers, "README.md", "exec"), found)
+    exec(compile(attention, "README.md", "exec"), found)
     out = capsys.readouterr().out
     assert "orthogonal, nvfp4, fitted" in out
     assert "2 of 2 linears quantized" in out and "torch.Size([64, 128])" in out

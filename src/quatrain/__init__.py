@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from quatrain import optim
     from quatrain.formats import Hadamard, QTensor, QuantSpec
     from quatrain.kernels import matmul, quantize
-    from quatrain.nn import NonFiniteError, check_finite, drop_weight_codes, rng_state, set_precision, set_rng_state
+    from quatrain.nn import (
+        NonFiniteError,
+        check_finite,
+        drop_weight_codes,
+        register_attention,
+        rng_state,
+        set_precision,
+        set_rng_state,
+    )
     from quatrain.recipe import Recipe, apply, attention, load_recipe, recipe_names
 
 __version__ = "0.1.0"
@@ -34,6 +42,7 @@ __all__ = [
     "optim",
     "quantize",
     "recipe_names",
+    "register_attention",
     "rng_state",
     "set_precision",
     "set_rng_state",

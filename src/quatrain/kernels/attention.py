@@ -6,15 +6,17 @@ with NVFP4 rows 2.25 bytes per element of Q and K, against 4 in BF16.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from quatrain.formats import QTensor, QuantSpec
-from quatrain.kernels.attention_layout import Geometry, empty_views, keep_tokens, key_means, pad_tokens
+from quatrain.kernels.attention_layout import Geometry, check_starts, empty_views, keep_tokens, key_means, pad_tokens
 from quatrain.kernels.attention_math import Parts, Views, backward_reference, forward_reference
 from quatrain.kernels.attention_rows import AttentionRows, serves_both
-from quatrain.kernels.dispatch import BACKENDS
+from quatrain.kernels.dispatch import BACKENDS, triton_obstacle
 from quatrain.kernels.operands import quantize_both
 from quatrain.kernels.quantize import quantize_parts
 
@@ -50,7 +52,7 @@ def attention_forward(
         views: of `pack_views`.
         v: [b, g, k, e].
         rows, geometry, for_backward: those that made the views.
-        backend: "auto" | "reference"; the others of `quantize` are refused.
+        backend: "auto" | "reference" | "triton"; the others of `quantize` are refused.
     """
     if torch.compiler.is_compiling() or isinstance(v, FakeTensor):
         return _forward_op(views, v, rows, *geometry, for_backward, backend)
@@ -74,17 +76,35 @@ def attention_backward(
     return _backward(do, views, v, out, lse, AttentionRows.from_json(rows), geometry, keys, backend)
 
 
-def choose_attention(device: torch.device, requested: str) -> str:
-    """The backend that runs attention on `device`.
+def choose_attention(
+    device: torch.device, requested: str, v: Tensor | None = None, geometry: Geometry | None = None
+) -> str:
+    """The backend that runs attention on `device`: "reference" or "triton".
+
+    Args:
+        device: where the inputs live.
+        requested: "auto", "reference" or "triton"; honoured or refused.
+        v, geometry: of the inputs, where they are known.
 
     Raises:
-        ValueError: an unknown backend, or one that does not hold attention.
+        ValueError: an unknown backend, one that does not hold attention, or one that cannot serve these inputs here.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, received {requested!r}")
-    if requested not in ("auto", "reference"):
-        raise ValueError(f'attention runs on backend="auto" or "reference", received {requested!r} on {device}')
-    return "reference"
+    if requested not in ("auto", "reference", "triton"):
+        raise ValueError(
+            f'attention runs on backend="auto", "reference" or "triton", received {requested!r} on {device}'
+        )
+    if requested == "reference" or (requested == "auto" and device.type != "cuda"):
+        return "reference"
+    obstacle = triton_obstacle(device)
+    if obstacle is None and v is not None and geometry is not None:
+        from quatrain.kernels.attention_triton import attention_obstacle
+
+        obstacle = attention_obstacle(v, geometry)
+    if obstacle is not None and requested == "triton":
+        raise ValueError(f'backend="triton" cannot run here: {obstacle}; use backend="auto" or "reference"')
+    return "reference" if obstacle is not None else "triton"
 
 
 def _pack_views(
@@ -92,16 +112,29 @@ def _pack_views(
 ) -> list[Tensor]:
     if q.is_meta:
         return empty_views(q, k, rows, g, for_backward)
-    k = keep_tokens(k, g.kept)
-    if rows.smooth:
-        # Exact for gradients too: what is subtracted shifts a row of S, and rows of dS sum to zero.
-        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-        k = keep_tokens((k.to(wide) - key_means(k, g)).to(k.dtype), g.kept)
-    q, k = pad_tokens(q, g.starts_q), pad_tokens(k, g.starts_k)
+    check_starts(g.starts_q, q.shape[2])
+    check_starts(g.starts_k, k.shape[2])
+    k, amax = _smoothed(k, g) if rows.smooth else (pad_tokens(keep_tokens(k, g.kept), g.starts_k), None)
+    q = pad_tokens(q, g.starts_q)
     query = _pack(q, rows.scores_query, rows.dkey_query, keys, (0, 5), rows, for_backward)
-    key = _pack(k, rows.scores_key, rows.dquery_key, keys, (1, 3), rows, for_backward)
+    key = _pack(k, rows.scores_key, rows.dquery_key, keys, (1, 3), rows, for_backward, amax)
     slots = [*query[0], *key[0], *key[1], *query[1]]
     return [slots[i] for i in rows.slots(for_backward)]  # type: ignore[misc]
+
+
+def _smoothed(k: Tensor, g: Geometry) -> tuple[Tensor, Tensor | None]:
+    """Keys less the mean of their sequence, padded, and their largest magnitude where a kernel has found it.
+
+    Exact for gradients too: what is subtracted shifts a row of S, and rows of dS sum to zero.
+    """
+    if g.starts_k is None and k.is_cuda and k.dtype != torch.float64 and triton_obstacle(k.device) is None:
+        from quatrain.kernels.attention_views_triton import center_keys
+
+        return center_keys(k, g)
+    k = keep_tokens(k, g.kept)
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    k = keep_tokens((k.to(wide) - key_means(k, g)).to(k.dtype), g.kept)
+    return pad_tokens(k, g.starts_k), None
 
 
 def _pack(
@@ -112,8 +145,12 @@ def _pack(
     operands: tuple[int, int],
     rows: AttentionRows,
     for_backward: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Parts, Parts]:
-    """x [b, h, t', d] along d and along tokens; x itself where a row is missing."""
+    """x [b, h, t', d] along d and along tokens; x itself where a row is missing.
+
+    amax: fp32 [2], the largest magnitude along d and along tokens, where it is known.
+    """
     wanted = column if for_backward and not serves_both(row, column) else None
     matrix = x.reshape(-1, x.shape[-1])
     row_key, column_key = _key(row, keys, operands[0]), _key(wanted, keys, operands[1])
@@ -122,7 +159,7 @@ def _pack(
         decoded = QTensor(*parts, matrix.shape, row).dequantize()
         return parts, quantize_parts(decoded.t(), wanted.to_json(), column_key)
     texts = [None if spec is None else spec.to_json() for spec in (row, wanted)]
-    first, second = quantize_both(matrix, texts[0], texts[1], row_key, column_key)
+    first, second = quantize_both(matrix, texts[0], texts[1], row_key, column_key, amax=amax)
     return first or (x, None, None), second or (x, None, None)
 
 
@@ -137,11 +174,15 @@ def _key(spec: QuantSpec | None, keys: Tensor | None, operand: int) -> Tensor | 
 def _forward(
     tensors: list[Tensor], v: Tensor, rows: AttentionRows, g: Geometry, for_backward: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    choose_attention(v.device, backend)
     if v.is_meta:
         return _empty_forward(v, g)
+    views = _views(tensors, rows.slots(for_backward))
     with torch.autocast(v.device.type, enabled=False):  # products accumulate in fp32, whatever the surroundings
-        return forward_reference(_views(tensors, rows.slots(for_backward)), v, rows, g)
+        if choose_attention(v.device, backend, v, g) == "triton":
+            from quatrain.kernels import attention_triton
+
+            return attention_triton.forward(views, v, rows, g)
+        return forward_reference(views, v, rows, g)
 
 
 def _backward(
@@ -155,11 +196,15 @@ def _backward(
     keys: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    choose_attention(v.device, backend)
     if v.is_meta:
         return _empty_backward(v, g)
+    views = _views(tensors, rows.slots(True))
     with torch.autocast(v.device.type, enabled=False):
-        return backward_reference(do, _views(tensors, rows.slots(True)), v, out, lse, rows, g, keys)
+        if choose_attention(v.device, backend, v, g) == "triton":
+            from quatrain.kernels import attention_triton
+
+            return attention_triton.backward(do, views, v, out, lse, rows, g, keys)
+        return backward_reference(do, views, v, out, lse, rows, g, keys)
 
 
 def _views(tensors: list[Tensor], slots: tuple[int, ...]) -> Views:
@@ -172,8 +217,8 @@ def _views(tensors: list[Tensor], slots: tuple[int, ...]) -> Views:
 
 def _empty_forward(v: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
     work = torch.float64 if v.dtype == torch.float64 else torch.float32
-    shape = (v.shape[0], g.heads, g.queries)
-    return v.new_empty(*shape, v.shape[3]), v.new_empty(shape, dtype=work)
+    out = v.new_empty(v.shape[0], g.queries, g.heads, v.shape[3]).transpose(1, 2)
+    return out, v.new_empty(v.shape[0], g.heads, g.queries, dtype=work)
 
 
 def _empty_backward(v: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -183,146 +228,68 @@ def _empty_backward(v: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor, Ten
     return dq, v.new_empty(batch, groups, length, g.head_size), v.new_empty(v.shape), bound
 
 
-@torch.library.custom_op("quatrain::attention_views", mutates_args=())
-def _pack_op(
-    q: Tensor,
-    k: Tensor,
-    rows: str,
-    heads: int,
-    queries: int,
-    head_size: int,
-    scale: float,
-    causal: bool,
-    bottom_right: bool,
-    window: int,
-    kept: Tensor | None,
-    mask: Tensor | None,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    keys: Tensor | None,
-    for_backward: bool,
-) -> list[Tensor]:
-    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
-    views = _pack_views(q, k, AttentionRows.from_json(rows), g, keys, for_backward)
-    return [view.clone() if view is q or view is k else view for view in views]  # an operation returns no input
+# The fields of Geometry, as operations take them.
+_GEOMETRY = (
+    "SymInt heads, SymInt queries, SymInt head_size, float scale, bool causal, bool bottom_right, SymInt window, "
+    "Tensor? kept, Tensor? mask, Tensor? starts_q, Tensor? starts_k"
+)
+
+
+@torch.library.custom_op(
+    "quatrain::attention_views",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, str rows, {_GEOMETRY}, Tensor? keys, bool for_backward) -> Tensor[]",
+)
+def _pack_op(q: Tensor, k: Tensor, rows: str, *rest: Any) -> list[Tensor]:
+    *geometry, keys, for_backward = rest
+    views = _pack_views(q, k, AttentionRows.from_json(rows), Geometry(*geometry), keys, for_backward)
+    # An operation returns no input, no storage twice, and strides as `empty_views` says, whatever those of the inputs.
+    shared = [v is q or v is k or v.numel() == 1 for v in views]
+    return [
+        v.clone(memory_format=torch.contiguous_format) if s else v.contiguous()
+        for v, s in zip(views, shared, strict=True)
+    ]
 
 
 @_pack_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    rows: str,
-    heads: int,
-    queries: int,
-    head_size: int,
-    scale: float,
-    causal: bool,
-    bottom_right: bool,
-    window: int,
-    kept: Tensor | None,
-    mask: Tensor | None,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    keys: Tensor | None,
-    for_backward: bool,
-) -> list[Tensor]:
-    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
-    return empty_views(q, k, AttentionRows.from_json(rows), g, for_backward)
+def _(q: Tensor, k: Tensor, rows: str, *rest: Any) -> list[Tensor]:
+    *geometry, _, for_backward = rest
+    return empty_views(q, k, AttentionRows.from_json(rows), Geometry(*geometry), for_backward)
 
 
-@torch.library.custom_op("quatrain::attention_forward", mutates_args=())
-def _forward_op(
-    tensors: list[Tensor],
-    v: Tensor,
-    rows: str,
-    heads: int,
-    queries: int,
-    head_size: int,
-    scale: float,
-    causal: bool,
-    bottom_right: bool,
-    window: int,
-    kept: Tensor | None,
-    mask: Tensor | None,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    for_backward: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
-    return _forward(tensors, v, AttentionRows.from_json(rows), g, for_backward, backend)
+@torch.library.custom_op(
+    "quatrain::attention_forward",
+    mutates_args=(),
+    schema=f"(Tensor[] tensors, Tensor v, str rows, {_GEOMETRY}, bool for_backward, str backend) -> (Tensor, Tensor)",
+)
+def _forward_op(tensors: list[Tensor], v: Tensor, rows: str, *rest: Any) -> tuple[Tensor, Tensor]:
+    *geometry, for_backward, backend = rest
+    return _forward(tensors, v, AttentionRows.from_json(rows), Geometry(*geometry), for_backward, backend)
 
 
 @_forward_op.register_fake
-def _(
-    tensors: list[Tensor],
-    v: Tensor,
-    rows: str,
-    heads: int,
-    queries: int,
-    head_size: int,
-    scale: float,
-    causal: bool,
-    bottom_right: bool,
-    window: int,
-    kept: Tensor | None,
-    mask: Tensor | None,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    for_backward: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
-    return _empty_forward(v, g)
+def _(tensors: list[Tensor], v: Tensor, rows: str, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty_forward(v, Geometry(*rest[:-2]))
 
 
-@torch.library.custom_op("quatrain::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "quatrain::attention_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor do, Tensor[] tensors, Tensor v, Tensor out, Tensor lse, str rows, {_GEOMETRY}, Tensor? keys, "
+        "str backend) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
 def _backward_op(
-    do: Tensor,
-    tensors: list[Tensor],
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rows: str,
-    heads: int,
-    queries: int,
-    head_size: int,
-    scale: float,
-    causal: bool,
-    bottom_right: bool,
-    window: int,
-    kept: Tensor | None,
-    mask: Tensor | None,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    keys: Tensor | None,
-    backend: str,
+    do: Tensor, tensors: list[Tensor], v: Tensor, out: Tensor, lse: Tensor, rows: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
-    return _backward(do, tensors, v, out, lse, AttentionRows.from_json(rows), g, keys, backend)
+    *geometry, keys, backend = rest
+    found = _backward(do, tensors, v, out, lse, AttentionRows.from_json(rows), Geometry(*geometry), keys, backend)
+    return found[0].contiguous(), found[1].contiguous(), found[2].contiguous(), found[3]
 
 
 @_backward_op.register_fake
 def _(
-    do: Tensor,
-    tensors: list[Tensor],
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rows: str,
-    heads: int,
-    queries: int,
-    head_size: int,
-    scale: float,
-    causal: bool,
-    bottom_right: bool,
-    window: int,
-    kept: Tensor | None,
-    mask: Tensor | None,
-    starts_q: Tensor | None,
-    starts_k: Tensor | None,
-    keys: Tensor | None,
-    backend: str,
+    do: Tensor, tensors: list[Tensor], v: Tensor, out: Tensor, lse: Tensor, rows: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    g = Geometry(heads, queries, head_size, scale, causal, bottom_right, window, kept, mask, starts_q, starts_k)
-    return _empty_backward(v, g)
+    return _empty_backward(v, Geometry(*rest[:-2]))

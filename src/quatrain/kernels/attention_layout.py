@@ -84,6 +84,22 @@ def pad_tokens(x: Tensor, starts: Tensor | None) -> Tensor:
     return out.index_copy(2, padded_positions(tokens, starts), x)
 
 
+def check_starts(starts: Tensor | None, tokens: int) -> None:
+    """Refuse starts of packed sequences that do not rise from 0 to `tokens`; on a GPU, where looking waits, no check.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if starts is None or starts.device.type != "cpu":
+        return
+    found = starts.tolist()
+    if found[0] != 0 or found[-1] != tokens or found != sorted(found):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {tokens}, received {found[:8]}"
+            f"{' ...' if len(found) > 8 else ''}; give the sums of the sequences' lengths"
+        )
+
+
 def sequences(geometry: Geometry, keys: int) -> list[Sequence]:
     """The sequences of one attention; a whole batch counts as one, with the batch kept."""
     g = geometry

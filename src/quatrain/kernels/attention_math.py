@@ -67,7 +67,8 @@ def _tokenwise(
     if spec is None or scales is None or amax is None:
         return _Operand(codes.to(work), None)
     q = QTensor(codes, scales, amax, torch.Size((d, shape[0] * shape[1] * shape[2])), spec)
-    return _Operand(q.block_values().view(d, *shape).permute(1, 2, 3, 0).to(work), q.tensor_scale.to(work))
+    values = q.block_values()[:d]  # square blocks pad rows too
+    return _Operand(values.view(d, *shape).permute(1, 2, 3, 0).to(work), q.tensor_scale.to(work))
 
 
 def _times(number: float, *factors: Tensor | None) -> Tensor | float:
@@ -110,7 +111,7 @@ def forward_reference(views: Views, v: Tensor, rows: AttentionRows, geometry: Ge
     b, groups, keys, e = v.shape
     query, key = _score_operands(views, rows, g, (b, groups), work)
     factor = _times(g.scale, query.factor, key.factor)
-    out = v.new_zeros(b, g.heads, g.queries, e)
+    out = v.new_zeros(b, g.queries, g.heads, e).transpose(1, 2)  # as output projections read it: they need no copy
     lse = torch.full((b, g.heads, g.queries), float("-inf"), dtype=work, device=v.device)
     values = keep_tokens(v, g.kept).to(work)
     for part in sequences(g, keys):

@@ -134,6 +134,8 @@ class AttentionRows:
             return self
         names = [f.name for f in fields(self)]
         changes: dict[str, Any] = dict.fromkeys(names[:off])
+        if off == 6 or self.dquery_key is None:
+            changes["smooth"] = False  # nothing of K is quantized: K stays as it is, without the rounding of K - mean
         return replace(self, **changes)
 
     def to_json(self) -> str:

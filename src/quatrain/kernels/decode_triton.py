@@ -17,6 +17,7 @@ from quatrain.kernels.quantize_triton import architecture
 from quatrain.kernels.triton_math import e4m3_value, round_pair
 
 _ROWS, _OCTETS = 4, 128  # the largest tile
+_WIDTH = 8 * _OCTETS
 
 
 @triton.jit
@@ -192,7 +193,11 @@ def decode(codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = 
         )
     out = torch.empty(rows, length, dtype=dtype, device=codes.device)
     if out.numel():
-        _launch(codes.contiguous(), scales.contiguous(), out, spec)
+        codes, scales, shown = codes.contiguous(), scales.contiguous(), out
+        if block_rows == 1 and length < _WIDTH and out.numel() % _WIDTH == 0 and _WIDTH % block_columns == 0:
+            # Narrow matrices would leave most threads idle; blocks within rows know no row ends.
+            codes, scales, shown = (x.view(out.numel() // _WIDTH, -1) for x in (codes, scales, out))
+        _launch(codes, scales, shown, spec)
     return out
 
 

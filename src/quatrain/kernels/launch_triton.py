@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -41,20 +42,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     Args:
         kernel: a Triton kernel, compiled or interpreted.
         grid: up to three sizes.
-        arguments: every parameter of the kernel, in order, constants included.
+        arguments: every parameter of the kernel, in order, constants included; the first is a tensor or a descriptor.
         options: num_warps and the like.
     """
-    device = arguments[0].device
+    device = getattr(arguments[0], "base", arguments[0]).device  # a descriptor has its tensor in there
     if device.type != "cuda" or not isinstance(kernel, triton.runtime.JITFunction):
         kernel[grid](*arguments, **options)  # the interpreter, on CPU tensors
         return
-    facts = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else a for a in arguments]
+    facts = [_fact(a) for a in arguments]
     plan = _plan((id(kernel), device.index, *facts, *options.items()))
     if device.index == torch.cuda.current_device():
         _run(plan, kernel, grid, arguments, options)
     else:
         with torch.cuda.device(device):
             _run(plan, kernel, grid, arguments, options)
+
+
+def _fact(argument: Any) -> Any:
+    """What a compiled kernel depends on."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return argument
 
 
 def _run(plan: _Plan, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

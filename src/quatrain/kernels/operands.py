@@ -32,6 +32,7 @@ def quantize_both(
     row_key: Tensor | None,
     column_key: Tensor | None,
     decoded: tuple[bool, bool] = (False, False),
+    amax: Tensor | None = None,
 ) -> Pair:
     """Operands of x [M, K] along its rows and of x.t() along x's columns; one opaque operation to compilers.
 
@@ -43,6 +44,8 @@ def quantize_both(
         column_key: the same for the column spec.
         decoded: BF16 code x block scale [M', K'] (for columns [K', M'], perhaps the transpose of memory) in place of
             codes and scales.
+        amax: fp32 [2], the largest magnitudes of x and x.t() under their transforms, where they are known already;
+            only outside compiled code.
 
     Returns:
         Parts of both, None where no spec was given.
@@ -52,7 +55,7 @@ def quantize_both(
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         flat = _both_op(x, row, column, row_key, column_key, *decoded)
     else:
-        flat = _both(x, row, column, row_key, column_key, *decoded)
+        flat = _both(x, row, column, row_key, column_key, *decoded, amax=amax)
     return _unflatten(flat, row is not None, column is not None, decoded)
 
 
@@ -78,6 +81,7 @@ def _both(
     column_key: Tensor | None,
     row_decoded: bool,
     column_decoded: bool,
+    amax: Tensor | None = None,
 ) -> list[Tensor]:
     """A flat list: (codes, scales, amax) or (values, amax) of each operand; column values as [M', K]."""
     row_spec = None if row is None else QuantSpec.from_json(row)
@@ -87,7 +91,7 @@ def _both(
 
         if all(spec is None or is_fast(x, spec) for spec in (row_spec, column_spec)):
             decoded = (row_decoded, column_decoded)
-            first, second = quantize_pair(flat(x), row_spec, column_spec, row_key, column_key, decoded=decoded)
+            first, second = quantize_pair(flat(x), row_spec, column_spec, row_key, column_key, amax, decoded)
             return _flatten(first) + _flatten(second)
     out: list[Tensor] = []
     for matrix, spec, key, at_once in (

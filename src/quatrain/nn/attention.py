@@ -20,7 +20,7 @@ from quatrain.kernels.attention import attention_backward, attention_forward, ch
 from quatrain.kernels.attention_layout import Geometry
 from quatrain.kernels.attention_rows import AttentionRows, RowsPlan
 from quatrain.kernels.rounding import make_key
-from quatrain.nn.state import note_maxima
+from quatrain.nn.state import compute_dtype, maxima_row, note_maxima
 
 
 def quantized_attention(
@@ -70,15 +70,14 @@ def quantized_attention(
     Raises:
         ValueError: shapes, dtypes or arguments that do not fit together.
     """
-    dtype = _compute_dtype(q)
+    dtype = _one_dtype(q, k, v)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    _check_rules(is_causal, window)
     _check_shapes(q, k, v, enable_gqa)
     _check_masks(q, k, is_causal or window is not None, key_padding, mask, cu_seqlens_q, cu_seqlens_k)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, received {window}; leave it out to see every key")
     choose_attention(q.device, backend)
-    if 0 in (q.numel(), k.numel(), v.numel()):
-        return q.new_zeros(*q.shape[:3], v.shape[3]) + 0 * (q.sum() + k.sum() + v.sum())
+    if 0 in (q.numel(), k.numel(), v.numel()):  # zeros that still lead back to the inputs
+        return q.new_zeros(*q.shape[:3], v.shape[3]) + sum(t.flatten()[:0].sum() for t in (q, k, v))
     if mask is not None:
         mask = mask.expand(q.shape[0], -1, q.shape[2], k.shape[2])
         key_padding = mask.any(2).any(1)
@@ -108,13 +107,25 @@ def attention_keys(seed: int | Tensor, offset: int | Tensor, device: torch.devic
     return torch.stack([key[0].expand(6), key[1] * 8 + operand], dim=1)
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
-    if not q.is_floating_point():
-        raise ValueError(f"attention needs floating inputs, received {q.dtype}; cast them first")
-    kind = q.device.type
-    if kind != "meta" and q.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return q.dtype
+def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    dtype = compute_dtype(q)
+    if not q.is_floating_point() or not dtype == compute_dtype(k) == compute_dtype(v):
+        raise ValueError(
+            f"attention needs floating inputs of one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them first"
+        )
+    return dtype
+
+
+def _check_rules(is_causal: bool, window: int | None) -> None:
+    if not isinstance(is_causal, bool):
+        raise ValueError(
+            f"is_causal must be True or False, received {type(is_causal).__name__}; a mask is given as mask=..., True "
+            "where a query sees a key"
+        )
+    if window is not None and (isinstance(window, (bool, float)) or window < 1):
+        raise ValueError(
+            f"window must be a number of keys, at least 1, received {window}; leave it out to see them all"
+        )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -159,11 +170,14 @@ def _check_masks(
         raise ValueError("packed sequences need cu_seqlens_q and cu_seqlens_k, received one of them; give both")
     if cu_q is None or cu_k is None:
         return
-    if q.shape[0] != 1 or key_padding is not None or cu_q.shape != cu_k.shape or cu_q.numel() < 2:
+    lists = cu_q.dim() == cu_k.dim() == 1 and cu_q.shape == cu_k.shape and cu_q.numel() >= 2
+    if q.shape[0] != 1 or key_padding is not None or not lists:
         raise ValueError(
             "packed sequences need a batch of 1, no key_padding, and cu_seqlens_q and cu_seqlens_k of one length "
             f"of at least 2, received batch {q.shape[0]} and {tuple(cu_q.shape)}, {tuple(cu_k.shape)}"
         )
+    if {cu_q.dtype, cu_k.dtype} - {torch.int32, torch.int64}:
+        raise ValueError(f"cu_seqlens must be int32 or int64, received {cu_q.dtype} and {cu_k.dtype}; cast them first")
 
 
 class _AttentionFunction(torch.autograd.Function):
@@ -197,8 +211,8 @@ class _AttentionFunction(torch.autograd.Function):
         ctx.save_for_backward(keys if compiling else None, v, out, lse, kept, mask, starts_q, starts_k, *views)
         ctx.numbers, ctx.rows, ctx.grads, ctx.backend, ctx.seen = numbers, rows, grads, backend, seen
         # Slots 2, 5, 8 and 11 are the maxima of Q, K, K along tokens and Q along tokens.
-        amax = dict(zip(slots, views, strict=True))
-        maxima = _maxima(v, {0: amax.get(2), 1: amax.get(5), 3: amax.get(8), 5: amax.get(11)})
+        zero, amax = torch.zeros(1, device=v.device), dict(zip(slots, views, strict=True))
+        maxima = maxima_row(zero, {0: amax.get(2), 1: amax.get(5), 3: amax.get(8), 5: amax.get(11)})
         ctx.mark_non_differentiable(maxima)
         return out, maxima
 
@@ -213,13 +227,6 @@ class _AttentionFunction(torch.autograd.Function):
         if ctx.seen is not None and not v.is_meta:
             largest = bound.amax().reshape(1)
             found = {2: largest if ctx.grads[0] else None, 4: largest if ctx.grads[1] else None}
-            note_maxima(ctx.seen, _maxima(v, found))
+            note_maxima(ctx.seen, maxima_row(torch.zeros(1, device=v.device), found))
         needs = ctx.needs_input_grad
         return (dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, *(None,) * 12)
-
-
-def _maxima(like: Tensor, amaxes: dict[int, Tensor | None]) -> Tensor:
-    """fp32 [6]: the maximum magnitude of each operand that was quantized, 0 for the others."""
-    zero = torch.zeros(1, device=like.device)
-    found = [amaxes.get(i) for i in range(6)]
-    return torch.cat([zero if amax is None else amax for amax in found])

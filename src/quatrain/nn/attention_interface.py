@@ -9,7 +9,6 @@ the last `window` keys, and padding (one row, expanded: no memory); [b, 1 or h, 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 from typing import Any
 
@@ -18,12 +17,12 @@ from torch import Tensor, nn
 
 from quatrain.kernels.attention_rows import ATTENTION_OPERANDS, NVFP4_ROWS, AttentionRows
 from quatrain.nn.attention import attention_keys, quantized_attention
-from quatrain.nn.state import PRECISIONS, SharedState, keys_now
+from quatrain.nn.state import PRECISIONS, SharedState, key_word, keys_now
 
 NAME = "quatrain"
 _REFUSED = (
     "softcap", "logits_soft_cap", "s_aux", "sinks", "position_bias", "head_mask", "layer_head_mask", "alibi", "bias",
-    "attention_bias",
+    "attention_bias", "indices", "block_indices",
 )  # fmt: skip
 
 
@@ -34,12 +33,12 @@ class AttentionSlot:
         self.plans = {precision: rows.without(precision).plan for precision in PRECISIONS}
         self.state = state
         self.index = index
-        words = [_key_word(seed, rank, state.names[index], operand) for operand in ATTENTION_OPERANDS]
+        words = [key_word(seed, rank, state.names[index], f"attention.{operand}") for operand in ATTENTION_OPERANDS]
         self.keys = torch.tensor(words, dtype=torch.int64, device=state.clock.device)
 
     def follow(self, device: torch.device) -> None:
-        """Move to the device where the module now runs."""
-        if self.keys.device != device:
+        """Move to the device where the module now runs; not to "meta", where the clock would be lost."""
+        if self.keys.device != device and device.type != "meta":
             self.keys = self.keys.to(device)
             self.state.follow(device)
 
@@ -102,7 +101,8 @@ def attention_interface(
 def _refuse(module: nn.Module, dropout: float, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     if dropout:
         raise ValueError(
-            f"quatrain's attention has no dropout, received dropout = {dropout}; set attention_dropout = 0 in the model"
+            f"quatrain's attention has no dropout, received dropout = {dropout}; set the attention dropout of the "
+            "model's config to 0 (attention_dropout, attn_pdrop, ...)"
         )
     for name in _REFUSED:
         if kwargs.get(name) is not None:
@@ -135,13 +135,18 @@ def _rules(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     rules: dict[str, Any] = {"is_causal": causal, "bottom_right": True, "window": sliding_window or None}
     starts = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if starts[0] is not None and starts[1] is not None and query.shape[0] == 1:
+    if starts[0] is not None or starts[1] is not None:  # a mask beside them says the same
         return rules | {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
     if mask is None:
         return rules
     if mask.dim() == 4:
         return {"mask": mask[:, :, :, : key.shape[2]]}
     if mask.dim() == 3:
+        if mask.shape[1] > 1 and mask.stride(1) != 0:
+            raise ValueError(
+                f"quatrain's attention takes masks [batch, keys] or [batch, heads, queries, keys], received "
+                f"attention_mask {tuple(mask.shape)}; add a dimension for heads"
+            )
         return {"is_causal": True, "bottom_right": True, "window": mask.shape[1], "key_padding": mask[:, 0]}
     return rules | {"key_padding": mask}
 
@@ -211,8 +216,3 @@ def _drawn_keys(query: Tensor) -> Tensor:
     """Keys for a module that no recipe was applied to: drawn from torch's generator, which checkpointing restores."""
     seed = torch.randint(-(1 << 62), 1 << 62, (1,), dtype=torch.int64, device=query.device)
     return attention_keys(seed, 0, query.device)
-
-
-def _key_word(seed: int, rank: int, name: str, operand: str) -> int:
-    digest = hashlib.sha256(f"{seed}\0{rank}\0{name}\0attention.{operand}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)

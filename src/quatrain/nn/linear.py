@@ -12,7 +12,6 @@ Source: arXiv 2509.25149 section 3 and figure 5.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,7 +22,16 @@ from torch.autograd.function import once_differentiable
 from quatrain.formats import QuantSpec
 from quatrain.kernels.matmul import gemm_parts
 from quatrain.kernels.operands import decodes_at_once, quantize_both
-from quatrain.nn.state import OPERANDS, PRECISIONS, SharedState, keys_now, note_maxima
+from quatrain.nn.state import (
+    OPERANDS,
+    PRECISIONS,
+    SharedState,
+    compute_dtype,
+    key_word,
+    keys_now,
+    maxima_row,
+    note_maxima,
+)
 from quatrain.nn.weights import Parts, Specs, cached_tensors, one_weight, serves_both_ways, weight_codes
 
 
@@ -101,7 +109,7 @@ class QuantLinear(nn.Linear):
                 f"the last dimension of the input must be in_features = {self.in_features}, "
                 f"received shape {tuple(input.shape)}"
             )
-        dtype = _compute_dtype(input)
+        dtype = compute_dtype(input)
         x = input.to(dtype).reshape(-1, self.in_features)
         training = torch.is_grad_enabled()
         keys = keys_now(self._keys, state.clock)
@@ -179,21 +187,9 @@ def convert(linear: nn.Linear, rows: LinearRows, state: SharedState, index: int,
     linear._shared_state = state
     linear._index = index
     linear._specs = {precision: rows.specs(precision) for precision in PRECISIONS}
-    linear._key_words = tuple(_key_word(seed, rank, state.names[index], operand) for operand in OPERANDS)
+    linear._key_words = tuple(key_word(seed, rank, state.names[index], operand) for operand in OPERANDS)
     linear._settle()
     return linear
-
-
-def _key_word(seed: int, rank: int, name: str, operand: str) -> int:
-    digest = hashlib.sha256(f"{seed}\0{rank}\0{name}\0{operand}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    if kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
 
 
 def _operands(
@@ -259,7 +255,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.shape = (tokens, x.shape[1], out_features)
         ctx.bias_dtype = bias.dtype if bias is not None else None
         ctx.seen_row, ctx.zero = seen_row, zero
-        seen = _maxima(zero.to(x.device), {0: x_parts[2], 1: fprop_codes[2], 3: dgrad_codes[2], 5: kept[2]})
+        seen = maxima_row(zero.to(x.device), {0: x_parts[2], 1: fprop_codes[2], 3: dgrad_codes[2], 5: kept[2]})
         ctx.mark_non_differentiable(seen)
         return y, seen
 
@@ -286,7 +282,7 @@ class _LinearFunction(torch.autograd.Function):
             wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
             db = dy.sum(0, dtype=wide).to(ctx.bias_dtype)
         if not dy.is_meta:
-            note_maxima(ctx.seen_row, _maxima(ctx.zero.to(dy.device), seen))
+            note_maxima(ctx.seen_row, maxima_row(ctx.zero.to(dy.device), seen))
         return (dx, dw, db, *(None,) * 13)
 
 
@@ -304,9 +300,3 @@ def _wgrad(dyt: Parts, kept: Parts, specs: Specs, shape: tuple[int, int], dtype:
     if kept[0].is_cuda and dtype in (torch.bfloat16, torch.float16):
         wide = dtype  # the same number without a pass over it: the scaled accumulator is rounded once
     return gemm_parts(dyt, specs[4], kept, specs[5], shape, wide, None, specs[5] is None).to(dtype)
-
-
-def _maxima(zero: Tensor, amaxes: dict[int, Tensor | None]) -> Tensor:
-    """fp32 [6]: the maximum magnitude of each operand that was quantized, 0 for the others."""
-    found = [amaxes.get(i) for i in range(len(OPERANDS))]
-    return torch.cat([zero if amax is None else amax for amax in found])

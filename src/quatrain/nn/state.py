@@ -7,6 +7,7 @@ modules' backs.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -114,6 +115,26 @@ def _(keys: Tensor, clock: Tensor) -> Tensor:
     return keys.new_empty(keys.shape[0], 2)
 
 
+def key_word(seed: int, rank: int, name: str, operand: str) -> int:
+    """A 64-bit seed for one operand of one module."""
+    digest = hashlib.sha256(f"{seed}\0{rank}\0{name}\0{operand}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is on, else the input's own."""
+    kind = x.device.type
+    if kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def maxima_row(zero: Tensor, amaxes: dict[int, Tensor | None]) -> Tensor:
+    """fp32 [6]: the maximum magnitude of each operand that was quantized, `zero` [1] for the others."""
+    found = [amaxes.get(i) for i in range(len(OPERANDS))]
+    return torch.cat([zero if amax is None else amax for amax in found])
+
+
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
@@ -216,8 +237,9 @@ def _mention_idle(state: SharedState) -> None:
     if idle and len(idle) < len(ran) and not state.said_idle and state.precision is None:
         state.said_idle = True
         warnings.warn(
-            f"{len(idle)} converted module(s) have not run: {', '.join(idle[:4])}; if their parent passes the weight "
-            "to a function of its own, it is not quantized there (keep them by name)",
+            f"{len(idle)} converted module(s) have not run: {', '.join(idle[:4])}; a linear is not quantized "
+            "where its parent passes the weight to a function of its own (keep it by name), attention where the "
+            'model\'s attn_implementation is not "quatrain"',
             stacklevel=3,
         )
 

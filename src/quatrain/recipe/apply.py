@@ -59,6 +59,8 @@ class Report:
             f"{self.quantized_mac_share:.1%} of the blocks' linear multiply-accumulates "
             f"({self.quantized_mac_share_with_head:.1%} with the head)"
         ]
+        attention = list(self.converted.values())[self.linears[0] :]  # they come last
+        lines += [f"  attention of {len(attention)} modules: {attention[0]}"] if attention else []
         reasons: dict[str, list[str]] = {}
         for name, why in self.kept.items():
             reasons.setdefault(why, []).append(name)
@@ -187,7 +189,7 @@ class _Plan:
         self.blocks = _blocks(model, recipe.keep)
         self.head = _head_name(model, self.linears, self.blocks)
         if not recipe.quantizes:
-            self.kept = dict.fromkeys(self.linears, "the recipe has no operand rows")
+            self.kept = dict.fromkeys(self.linears, "the recipe has no rows for linears")
             return
         self._keep_by_kind()
         self._keep_by_name(recipe.keep)

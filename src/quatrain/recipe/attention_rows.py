@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def attention_from_dict(data: dict[str, Any], spec: Callable[[Any, str], QuantSp
 
 
 def find_attention(model: nn.Module) -> list[str]:
-    """Names of the attention modules of a transformers model: the innermost whose class is called so.
+    """Names of the modules of a transformers model that look their attention up in its AttentionInterface.
 
     Raises:
         ValueError: the model is not one of transformers', or it has no such module.
@@ -64,14 +65,22 @@ def find_attention(model: nn.Module) -> list[str]:
             f"[attention] rows need a transformers model, whose attention can be replaced, received "
             f"{type(model).__name__}; in a model of your own call quatrain.attention"
         )
-    named = [name for name, m in model.named_modules() if "attention" in type(m).__name__.lower() and name]
-    found = [n for n in named if not any(other.startswith(n + ".") for other in named)]
+    users = {kind for kind in {type(m) for m in model.modules()} if _uses_interface(kind)}
+    found = [name for name, m in model.named_modules() if type(m) in users]
     if not found:
         raise ValueError(
-            f"[attention] rows need modules whose class name holds 'Attention', received {type(model).__name__} "
+            f"[attention] rows need modules that use transformers' AttentionInterface, received {type(model).__name__} "
             "without any; leave the rows out for it"
         )
     return found
+
+
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    """Whether a method of the class, its own or inherited, reads transformers' table of attention functions."""
+    if hasattr(kind, "set_attn_implementation"):
+        return False  # a whole model, which reads the table to switch
+    methods = (inspect.unwrap(f) for c in kind.__mro__ for f in vars(c).values() if inspect.isfunction(f))
+    return any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
 
 
 def switch_attention(model: Any) -> None:

@@ -1,0 +1,348 @@
+"""Triton twin of attention, host side: operands decoded for BF16 products, which kernel runs, on which grid.
+
+No [queries, keys] tensor is ever in memory. Besides its results a pass holds decoded copies of Q and K: two in
+forward, three at once in backward, where dK is written over the copy of K.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quatrain.formats import QTensor, QuantSpec
+from quatrain.kernels import attention_backward_triton as kernels
+from quatrain.kernels.attention_forward_triton import forward_kernel
+from quatrain.kernels.attention_layout import Geometry, padded_tokens
+from quatrain.kernels.attention_math import Parts, Views
+from quatrain.kernels.attention_rows import AttentionRows
+from quatrain.kernels.decode_triton import decode
+from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
+from quatrain.kernels.quantize_triton import architecture
+
+
+class Tile(NamedTuple):
+    """How one kernel runs.
+
+    Attributes:
+        rows, columns: that a program holds, and of one step.
+        warps: of a program.
+        stages: steps whose loads are under way at once.
+        hold: operands that the kernel for dQ keeps in registers: none, dO, or dO and Q.
+        registers: of a thread, at most.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    hold: int = 0
+    registers: int | None = None
+
+
+class Tuning(NamedTuple):
+    """Tiles of the kernels for O, for dQ, and for dK and dV."""
+
+    forward: Tile
+    query: Tile
+    key: Tile
+
+
+_SMALL = Tuning(Tile(32, 16, 1, 1), Tile(32, 16, 1, 1), Tile(32, 16, 1, 1))
+# By the larger head size, up to so much: shared memory of 99 KB, and of 227 KB (Hopper, data-center Blackwell).
+_TUNING = {
+    False: {
+        64: Tuning(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        128: Tuning(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
+        256: Tuning(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
+    },
+    True: {
+        64: Tuning(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3, 2), Tile(64, 64, 4, 2)),
+        128: Tuning(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3, 2), Tile(64, 32, 4, 3)),
+        256: Tuning(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+    },
+}
+
+
+def tuning_for(size: int, arch: int) -> Tuning:
+    """Tiles for the larger head size of Q and V."""
+    if arch == 0:
+        return _SMALL
+    found = _TUNING[arch in (90, 100, 103)][max(64, next_power_of_2(size))]
+    # Only Hopper's products read registers at will.
+    return found if arch == 90 else found._replace(query=found.query._replace(hold=0))
+
+
+class Operand(NamedTuple):
+    """What a kernel loads tiles of, and the tensor scale that is left.
+
+    Attributes:
+        values: [b, h, t', d']; with tokens adjacent [d, b h t'].
+        tokens: whether tokens are adjacent.
+        stride: of tokens, or of the other dimension.
+        amax: fp32 [1]; anything for an operand that is not quantized.
+        constant: of the tensor scale, 0 for such an operand.
+        decoded: whether nobody else needs the values.
+    """
+
+    values: Tensor
+    tokens: bool
+    stride: int
+    amax: Tensor
+    constant: float
+    decoded: bool
+
+
+def attention_obstacle(v: Tensor, geometry: Geometry) -> str | None:
+    """Why these kernels cannot serve such inputs, or None."""
+    if v.dtype not in (torch.bfloat16, torch.float16):
+        return f"its products are of BF16 or FP16, received {v.dtype}"
+    size = max(geometry.head_size, v.shape[3])
+    if size > 256:
+        return f"its tiles hold head sizes up to 256, received {size}"
+    if not 0 < geometry.scale < float("inf"):
+        return f"it needs a positive scale, received {geometry.scale}"
+    return None
+
+
+def forward(
+    views: Views, v: Tensor, rows: AttentionRows, geometry: Geometry, tuning: Tuning | None = None
+) -> tuple[Tensor, Tensor]:
+    """`forward_reference`, flash style."""
+    g, arch = geometry, architecture(v.device.index)
+    b, groups, length, e = v.shape
+    v = _adjacent(v)
+    query, key = _score_operands(views, rows, g, v, groups)
+    out = v.new_empty(b, g.queries, g.heads, e).transpose(1, 2)  # as a model's next product reads it
+    lse = torch.empty(b, g.heads, g.queries, dtype=torch.float32, device=v.device)
+    tile = (tuning or tuning_for(max(g.head_size, e), arch)).forward
+    sources = (query.values, key.values, v)
+    tma = _descriptors_serve(sources, g, arch)
+    mask, others = _masks(g, v)
+    launch(
+        forward_kernel, (ceil_div(g.queries, tile.rows), b * g.heads, _sequences(g)),
+        *_sources(sources, (tile.rows, tile.columns, tile.columns), tma), out, lse, query.amax, key.amax, *others,
+        *_sizes(g, v, query, key), *v.stride()[:3], *out.stride()[:3], *_mask_strides(mask, g),
+        (query.constant, key.constant, g.scale), g.head_size, e, _rules(g), tile.rows, tile.columns,
+        _wide(g.head_size), _wide(e), tile.stages, tma, arch, num_warps=tile.warps,
+        maxnreg=tile.registers, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    do: Tensor,
+    views: Views,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: AttentionRows,
+    geometry: Geometry,
+    keys: Tensor | None,
+    tuning: Tuning | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`backward_reference`, flash style; the same for the same keys, whatever the order of programs."""
+    g = geometry
+    b, groups, length, e = v.shape
+    v, do = _adjacent(v), _adjacent(do)
+    tiles = tuning or tuning_for(max(g.head_size, e), architecture(v.device.index))
+    base, delta, bound = _delta(do, v, out, lse, g)
+    query, key = _score_operands(views, rows, g, v, groups)
+    walk = _Walk(do, v, base, delta, bound, query, key, rows, g, keys)
+    dq = v.new_empty(b, g.heads, g.queries, g.head_size)
+    walk.run(_tokenwise(views.key_tokens, rows.dquery_key, key), (dq,), tiles.query)
+    other = _tokenwise(views.query_tokens, rows.dkey_query, query)
+    dk, dv = _key_outputs(g, v, key)
+    for turn in range(g.heads // groups):  # heads of a group are summed in fp32, in their order
+        walk.run(other, (dk, dv), tiles.key, turn)
+    return dq, dk.to(v.dtype), dv.to(v.dtype), bound
+
+
+def _key_outputs(g: Geometry, v: Tensor, key: Operand) -> tuple[Tensor, Tensor]:
+    """Where dK and dV go: their own dtype, fp32 where heads of a group are summed."""
+    b, groups, length, e = v.shape
+    if groups < g.heads:
+        dk, dv = (v.new_empty(b, groups, length, n, dtype=torch.float32) for n in (g.head_size, e))
+        return dk, dv
+    # No other program reads the keys whose dK it writes, and dQ is finished.
+    own = key.decoded and g.starts_k is None and key.values.shape[3] == g.head_size
+    dk = key.values[:, :, :length] if own else v.new_empty(b, groups, length, g.head_size)
+    return dk, torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+class _Walk(NamedTuple):
+    """What both kernels of the backward pass read."""
+
+    do: Tensor
+    v: Tensor
+    base: Tensor
+    delta: Tensor
+    bound: Tensor
+    query: Operand
+    key: Operand
+    rows: AttentionRows
+    g: Geometry
+    keys: Tensor | None
+
+    def run(self, other: Operand, outputs: tuple[Tensor, ...], tile: Tile, turn: int = 0) -> None:
+        """Launch the kernel for dQ, or that for dK and dV with one head of each group."""
+        g, v, arch = self.g, self.v, architecture(self.v.device.index)
+        b, groups, length, e = v.shape
+        of_queries = len(outputs) == 1
+        spec = self.rows.dquery_grad if of_queries else self.rows.dkey_grad
+        random = None if self.keys is None else self.keys[2 if of_queries else 4]
+        if spec is not None and spec.stochastic and random is None:
+            raise ValueError("stochastic rounding of dS needs a key, received none; pass seed and offset")
+        sources = (self.query.values, self.key.values, other.values, v, self.do)
+        tma = _descriptors_serve(sources, g, arch)
+        tokens = (tile.rows, tile.columns) if of_queries else (tile.columns, tile.rows)
+        mask, others = _masks(g, v)
+        sequences = _sequences(g)
+        launch(
+            kernels.query_kernel if of_queries else kernels.key_kernel,
+            (ceil_div(g.queries, tile.rows), b * g.heads, sequences)
+            if of_queries
+            else (ceil_div(length, tile.rows), b * groups, sequences),
+            *_sources(sources, (*tokens, tile.columns, tokens[1], tokens[0]), tma), self.base, self.delta, self.bound,
+            self.query.amax, self.key.amax, other.amax, v if random is None else random.contiguous(), *outputs,
+            *others, *(() if of_queries else (turn,)), *_sizes(g, v, self.query, self.key), other.stride,
+            *v.stride()[:3], *self.do.stride()[:3], *(n for x in outputs for n in x.stride()[:3]),
+            *_mask_strides(mask, g), (self.query.constant, self.key.constant, g.scale, other.constant), g.head_size, e,
+            _rules(g), _constants(spec), other.tokens, tile.rows, tile.columns, _wide(g.head_size), _wide(e), tile.stages,
+            tma, arch, tile.hold if of_queries else turn > 0, num_warps=tile.warps, maxnreg=tile.registers,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _delta(do: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """-L in units of log2 and rowsum(dO O), fp32 [b, h, q], and the bound of dS, fp32 [b, h]."""
+    b, groups, keys, e = v.shape
+    arch = architecture(v.device.index)
+    found = torch.zeros(b * groups + b * g.heads, dtype=torch.int32, device=v.device)
+    norms, bound = found[: b * groups], found[b * groups :]
+    delta, base = torch.empty_like(lse), torch.empty_like(lse)
+    rows = 16 if arch == 0 else 64
+    kept = v if g.kept is None else g.kept.contiguous().view(torch.uint8)
+    launch(
+        kernels.norms_kernel, (ceil_div(keys, rows), b * groups), v, kept, norms, groups, keys, *v.stride()[:3], e,
+        g.kept is not None, rows, _wide(e), arch, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    launch(
+        kernels.delta_kernel, (ceil_div(g.queries, rows), b * g.heads), do, out, lse, norms, base, delta, bound,
+        g.heads, groups, g.queries, *do.stride()[:3], *out.stride()[:3], e, rows, _wide(e), arch, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return base, delta, bound.view(torch.float32).view(b, g.heads)
+
+
+def _score_operands(views: Views, rows: AttentionRows, g: Geometry, v: Tensor, groups: int) -> tuple[Operand, Operand]:
+    """Q and K as S reads them."""
+    found = []
+    for parts, spec, heads in ((views.query, rows.scores_query, g.heads), (views.key, rows.scores_key, groups)):
+        codes, scales, amax = parts
+        if spec is None or scales is None or amax is None:
+            found.append(Operand(codes, False, codes.stride(2), v, 0.0, False))
+            continue
+        shape = torch.Size((codes.shape[0], g.head_size))
+        values = _decoded(QTensor(codes, scales, amax, shape, spec), v.dtype)
+        values = values.view(v.shape[0], heads, -1, values.shape[1])
+        found.append(Operand(values, False, values.stride(2), amax, spec.constant, True))
+    return found[0], found[1]
+
+
+def _tokenwise(parts: Parts | None, spec: QuantSpec | None, row: Operand) -> Operand:
+    """An operand along tokens; the one along the head dimension where that serves."""
+    if parts is None:
+        return row
+    codes, scales, amax = parts
+    if spec is None or scales is None or amax is None:
+        return Operand(codes, False, codes.stride(2), row.amax, 0.0, False)
+    shape = torch.Size((codes.shape[0], codes.shape[1] * 2))
+    values = _decoded(QTensor(codes, scales, amax, shape, spec), row.values.dtype)
+    return Operand(values, True, values.stride(0), amax, spec.constant, True)
+
+
+def _decoded(q: QTensor, dtype: torch.dtype) -> Tensor:
+    """Code x block scale [rows, whole blocks], exact in BF16 and FP16."""
+    if q.codes.is_cuda:
+        return decode(q.codes, q.scales, q.spec).to(dtype)
+    return q.block_values(dtype)  # Triton's interpreter would take minutes
+
+
+def _descriptors_serve(sources: tuple[Tensor, ...], g: Geometry, arch: int) -> bool:
+    """Whether the tensor memory accelerator can load every source: Hopper and later, tiles without unused columns."""
+    if arch < 90 or g.starts_q is not None or g.head_size != _wide(g.head_size):
+        return False
+    return all(
+        x.data_ptr() % 16 == 0
+        and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
+        and (x.dim() == 2 or x.shape[3] == _wide(x.shape[3]))
+        for x in sources
+    )
+
+
+def _sources(sources: tuple[Tensor, ...], lengths: tuple[int, ...], tma: bool) -> list[Tensor | TensorDescriptor]:
+    """What a kernel loads tiles of so many tokens from."""
+    if not tma:
+        return list(sources)
+    blocks = [[x.shape[0], n] if x.dim() == 2 else [1, 1, n, x.shape[3]] for x, n in zip(sources, lengths, strict=True)]
+    return [TensorDescriptor.from_tensor(x, block) for x, block in zip(sources, blocks, strict=True)]
+
+
+def _sizes(g: Geometry, v: Tensor, query: Operand, key: Operand) -> tuple[int, ...]:
+    keys = v.shape[2]
+    padded = (padded_tokens(g.queries, g.starts_q), padded_tokens(keys, g.starts_k))
+    return g.heads, v.shape[1], g.queries, keys, *padded, query.stride, key.stride
+
+
+def _constants(spec: QuantSpec | None) -> tuple[float | int, ...]:
+    """What `attention_block_triton.scaling` calls Q."""
+    if spec is None:
+        return ()
+    target = np.float32(spec.element_max)
+    return (
+        int(spec.scale == "to-6"), int(spec.scale_rounding == "up"), float(target), float(np.float32(1) / target),
+        float(np.float32(spec.constant)), int(spec.stochastic),
+    )  # fmt: skip
+
+
+def _rules(g: Geometry) -> tuple[bool, bool, int, bool, bool, bool]:
+    return g.causal, g.bottom_right, g.window, g.kept is not None, g.mask is not None, g.starts_q is not None
+
+
+def _masks(g: Geometry, like: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The mask in bits, and kept keys, it, and starts of sequences; any tensor stands for what is not there."""
+    mask = like if g.mask is None else _bits(g.mask)
+    kept = like if g.kept is None else g.kept.contiguous().view(torch.uint8)
+    starts = [like if s is None else s.contiguous() for s in (g.starts_q, g.starts_k)]
+    return mask, (kept, mask, *starts)
+
+
+def _bits(mask: Tensor) -> Tensor:
+    """bool [b, h, q, k] to int32 [b, h, q, ceil(k / 32)], key j in bit j % 32 of word j // 32."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[3] % 32)).view(torch.uint8).unflatten(3, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (padded * weights).sum(4, dtype=torch.uint8).view(torch.int32)
+
+
+def _mask_strides(mask: Tensor, g: Geometry) -> tuple[int, int, int]:
+    if g.mask is None:
+        return 0, 0, 0
+    return mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0, mask.stride(2)
+
+
+def _sequences(g: Geometry) -> int:
+    return 1 if g.starts_q is None else g.starts_q.numel() - 1
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _wide(size: int) -> int:
+    """Columns of a tile: tensor cores want at least 16."""
+    return max(16, next_power_of_2(size))

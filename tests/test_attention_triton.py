@@ -1,0 +1,187 @@
+"""The Triton twin of attention against the reference: on a GPU where there is one, else in Triton's interpreter.
+
+Both read the same packed views, bit for bit. Sums over tokens run in another order, and the twin rounds P before it is
+divided by the softmax sum, so O agrees to BF16's rounding; gradients, which start from the same O and L, to fp32's.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import quatrain as qt
+from quatrain.kernels import attention
+from quatrain.kernels.attention_layout import Geometry, keep_tokens, key_means, pad_tokens
+from quatrain.kernels.attention_math import backward_reference, forward_reference
+from quatrain.kernels.attention_rows import NVFP4_ROWS, AttentionRows
+from quatrain.nn.attention import attention_keys, quantized_attention
+
+pytest.importorskip("triton", reason="triton has no build for this platform")
+
+from quatrain.kernels import attention_triton, attention_views_triton  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+KEYS = attention_keys(3, 5, DEVICE)
+
+NEAREST = replace(NVFP4_ROWS, dquery_grad=qt.QuantSpec("nvfp4"), dkey_grad=qt.QuantSpec("nvfp4"))
+SQUARE = qt.QuantSpec("nvfp4", block=(16, 16))
+ONE_PACKING = replace(
+    NVFP4_ROWS, scores_query=SQUARE, scores_key=SQUARE, dquery_key=SQUARE, dkey_query=SQUARE, dkey_grad=None
+)
+UNBIASED = replace(NVFP4_ROWS, dquery_grad=qt.QuantSpec("nvfp4", scale="to-4", rounding="stochastic-unbiased"))
+FORWARD_ONLY = replace(NVFP4_ROWS, dquery_grad=None, dkey_grad=None)
+ONE_SCORE = replace(NVFP4_ROWS, scores_query=None, dkey_query=None)
+STARTS = {"starts_q": torch.tensor([0, 20, 20, 57, 90]), "starts_k": torch.tensor([0, 20, 25, 60, 95])}
+KEPT = torch.ones(2, 70, dtype=torch.bool)
+KEPT[0, :9], KEPT[1, 60:] = False, False
+MASK = torch.rand(2, 1, 40, 50, generator=torch.Generator().manual_seed(2)) > 0.5
+
+CASES: dict[str, tuple[Any, ...]] = {  # rows, (batch, heads, key heads, queries, keys, head size, V's), rules
+    "plain": (NEAREST, (1, 2, 2, 48, 48, 32, 32), {}),
+    "causal": (NVFP4_ROWS, (1, 2, 2, 50, 50, 32, 32), {"causal": True}),
+    "grouped": (NVFP4_ROWS, (2, 4, 2, 37, 61, 32, 16), {"causal": True, "bottom_right": True}),
+    "more queries": (NVFP4_ROWS, (1, 2, 1, 61, 37, 24, 32), {"causal": True, "bottom_right": True}),
+    "top left": (NVFP4_ROWS, (1, 1, 1, 61, 37, 24, 32), {"causal": True}),
+    "window": (NEAREST, (1, 1, 1, 100, 100, 16, 16), {"causal": True, "window": 20}),
+    "two-sided window": (NEAREST, (1, 1, 1, 100, 90, 16, 16), {"window": 20}),
+    "padding": (NVFP4_ROWS, (2, 1, 1, 70, 70, 32, 32), {"causal": True, "kept": KEPT}),
+    "mask": (NVFP4_ROWS, (2, 2, 1, 40, 50, 32, 32), {"mask": MASK.expand(2, 1, 40, 50), "kept": MASK.any(2).any(1)}),
+    "packed": (NVFP4_ROWS, (1, 2, 1, 90, 95, 32, 32), {"causal": True, **STARTS}),
+    "one packing": (ONE_PACKING, (1, 2, 2, 50, 50, 32, 32), {"causal": True}),
+    "no rows": (AttentionRows(), (1, 1, 1, 50, 50, 40, 32), {"causal": True}),
+    "forward only": (FORWARD_ONLY, (1, 1, 1, 50, 50, 72, 32), {"causal": True}),
+    "one score": (ONE_SCORE, (1, 1, 1, 50, 50, 32, 32), {}),
+    "unbiased": (UNBIASED, (1, 2, 2, 50, 50, 32, 32), {}),
+    "one token": (NVFP4_ROWS, (1, 2, 2, 1, 1, 32, 32), {}),
+    "one query": (NVFP4_ROWS, (1, 2, 2, 1, 40, 32, 32), {"causal": True, "bottom_right": True}),
+}
+if GPU:
+    CASES |= {
+        f"size {d}": (NVFP4_ROWS, (2, 4, g, t, t, d, d), {"causal": True})
+        for d, g, t in ((32, 4, 512), (64, 2, 1001), (72, 4, 300), (96, 1, 513), (128, 4, 1024), (128, 2, 1001),
+                        (256, 4, 640))
+    }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet_interpreter() -> Iterator[None]:
+    """NumPy, which runs the interpreter, warns of what fp32 on a GPU does in silence."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+        yield
+
+
+def inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k with a common part, v and dO."""
+    b, h, g, tq, tk, d, e = sizes
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    return draw(b, h, tq, d), draw(b, g, tk, d) + draw(1, g, 1, d), draw(b, g, tk, e), draw(b, h, tq, e)
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in CASES] + [(name, torch.float16) for name in ("causal", "forward only")],
+)
+def test_twin_equals_reference(name: str, dtype: torch.dtype) -> None:
+    rows, sizes, rules = CASES[name]
+    q, k, v, do = inputs(sizes, dtype)
+    rules = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in rules.items()}
+    geometry = Geometry(sizes[1], sizes[3], sizes[5], sizes[5] ** -0.5, **rules)
+    tensors = attention.pack_views(q, k, rows.plan.text, geometry, KEYS, True)
+    views = attention._views(tensors, rows.slots(True))
+    out, lse = forward_reference(views, v, rows, geometry)
+    expected = backward_reference(do, views, v, out, lse, rows, geometry, KEYS)
+
+    found_out, found_lse = attention_triton.forward(views, v, rows, geometry)
+    found = attention_triton.backward(do, views, v, out, lse, rows, geometry, KEYS)
+
+    assert found_out.stride() == out.stride()
+    assert error(found_out, out) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
+    seen = lse != float("-inf")
+    assert torch.equal(seen, found_lse != float("-inf"))
+    torch.testing.assert_close(found_lse[seen], lse[seen], rtol=0, atol=2e-6)
+    # A rounding of dS that falls the other way at a boundary moves one element by one step.
+    for ours, theirs in zip(found[:3], expected[:3], strict=True):
+        assert ours.shape == theirs.shape and error(ours, theirs) < 1e-3
+    torch.testing.assert_close(found[3], expected[3], rtol=1e-6, atol=0)
+
+
+def test_same_seed_same_bits() -> None:
+    q, k, v, do = inputs((1, 2, 1, 40, 40, 32, 32), torch.bfloat16)
+
+    def gradients(seed: int) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        keys = attention_keys(seed, 0, DEVICE)
+        out = quantized_attention(*leaves, NVFP4_ROWS, is_causal=True, keys=keys, backend="triton")
+        return list(torch.autograd.grad(out, leaves, do))
+
+    first, second, other = gradients(1), gradients(1), gradients(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], other[0]) and not torch.equal(first[1], other[1])
+    assert torch.equal(first[2], other[2])  # dV draws nothing
+
+
+def test_non_finite_numbers_come_through() -> None:
+    for place in range(3):
+        leaves = list(inputs((1, 1, 1, 20, 20, 32, 32), torch.bfloat16))
+        leaves[place][0, 0, 3, 5] = float("nan")
+        out = quantized_attention(*leaves[:3], NVFP4_ROWS, keys=KEYS, backend="triton")
+        assert out.isnan().any()
+
+
+def test_what_it_cannot_serve_is_refused() -> None:
+    q, k, v, _ = (x.float() for x in inputs((1, 1, 1, 4, 4, 16, 16), torch.bfloat16))
+    with pytest.raises(ValueError, match='backend="triton" cannot run here: its products are of BF16 or FP16'):
+        quantized_attention(q, k, v, NVFP4_ROWS, keys=KEYS, backend="triton")
+    with pytest.raises(ValueError, match="needs a positive scale, received -1.0"):
+        quantized_attention(q.half(), k.half(), v.half(), NVFP4_ROWS, scale=-1.0, keys=KEYS, backend="triton")
+    with pytest.raises(ValueError, match='attention runs on backend="auto", "reference" or "triton"'):
+        quantized_attention(q, k, v, NVFP4_ROWS, keys=KEYS, backend="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("padded", [False, True])
+def test_keys_are_smoothed_to_the_bit(dtype: torch.dtype, padded: bool) -> None:
+    tokens = 300 if GPU else 70
+    k = inputs((2, 2, 2, tokens, tokens, 24, 24), dtype)[1].transpose(1, 2).contiguous().transpose(1, 2)
+    kept = None
+    if padded:
+        kept = torch.ones(2, tokens, dtype=torch.bool, device=DEVICE)
+        kept[0, 50:] = False
+        k[0, :, 60] = float("nan")
+    geometry = Geometry(2, tokens, 24, 1.0, kept=kept)
+    found, amax = attention_views_triton.center_keys(k, geometry)
+    clean = keep_tokens(k, kept)
+    expected = pad_tokens(keep_tokens((clean.float() - key_means(clean, geometry)).to(dtype), kept), None)
+    assert torch.equal(found, expected)
+    assert torch.equal(amax, expected.abs().max().float().expand(2))
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_memory_is_linear() -> None:
+    """No [queries, keys] tensor: twice the tokens need at most 2.1 times the memory."""
+
+    def peak(tokens: int) -> int:
+        leaves = [torch.randn(1, 4, tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        quantized_attention(*leaves, NVFP4_ROWS, is_causal=True, keys=KEYS, backend="triton").sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(4096)
+    assert peak(16384) < 2.1 * peak(8192)
