@@ -43,6 +43,10 @@ BARS: dict[str, tuple[str, float, float | None]] = {  # key: (direction, bar, st
     "adamw_state_bytes_per_param": ("at most", 1.16, 1.141),
     "adamw_peak_bytes_per_param": ("at most", 1.25, 1.16),
     "root_nvfp4_vs_torch_muon": ("at most", 1.0, 0.75),
+    "attention_4k_vs_flash": ("at most", 1.0, 0.8),
+    "attention_16k_vs_flash": ("at most", 1.0, None),
+    "attention_peak_vs_flash": ("at most", 1.0, None),
+    "attention_saved_bytes_per_element": ("at most", 6.25, None),
 }
 PACKAGES = ("torch", "triton", "transformers", "numpy", "torchao", "fouroversix", "bitsandbytes")
 ROUNDS = 5

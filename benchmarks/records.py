@@ -26,6 +26,11 @@ def device_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def place(device: str) -> dict[str, str]:
+    """What a record's header says where the figures were made on a GPU."""
+    return {"device": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}
+
+
 def commit() -> str | None:
     """The commit that is checked out, "+changes" appended if files differ from it; None outside a checkout."""
     head = _git("rev-parse", "HEAD")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quatrain.kernels.quantize import quantize_reference
+from quatrain.train import load_run
 from quatrain.train.comparison import Comparison, Gap, Row
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -169,6 +170,53 @@ def test_gpu_optim_runs_small(tmp_path, on_cpu):
     assert rows["adamw_bf16_vs_torch_fused"]["bar"] == 1.05 and "adamw_vs_bnb8bit" not in rows
     assert 1.14 < rows["adamw_state_bytes_per_param"]["median"] < 1.2
     assert rows["adamw_state_bytes_per_param"]["median"] < rows["adamw_default_bytes_per_param"]["median"]
+
+
+def test_gpu_attention_runs_small(tmp_path, on_cpu):
+    script = load("gpu_attention", on_cpu)
+    on_cpu.setattr(sys, "argv", ["gpu_attention.py", "--out", str(tmp_path), "--shrink", "64", "--commit", "abc"])
+    script.main()
+    record, rows = json.loads((tmp_path / "gpu_attention.json").read_text()), by_key(tmp_path / "gpu_attention.json")
+    assert record["failed"] == {} and record["trial"]
+    keys = {f"attention_{n}{part}_vs_flash" for n in ("4k", "16k") for part in ("", "_forward", "_backward")}
+    keys |= {"attention_4k_in_model_vs_flash", "attention_saved_bytes_per_element", "attention_saved_bytes_in_model"}
+    assert set(rows) == keys  # a CPU tells no peak memory
+    assert rows["attention_4k_vs_flash"]["bar"] == 1.0 and rows["attention_4k_vs_flash"]["stretch"] == 0.8
+    assert rows["attention_saved_bytes_per_element"]["ours"] == 6.25
+    assert rows["attention_saved_bytes_per_element"]["peer"] == 8.0
+    assert rows["attention_saved_bytes_in_model"]["peer"] == 8.0  # flash lays O out as a projection reads it
+    assert 0 < rows["attention_4k_vs_flash"]["differences"]["dK"] < 0.3
+
+
+def test_peak_memory_is_compared_in_bytes_beyond_the_inputs(on_cpu):
+    script = load("gpu_attention", on_cpu)
+    bench = script.Bench("4k", (1, 1, 32, 16), "cpu")
+    assert list(bench.memory()) == [] and list(bench.sides) == ["ours", "flash"]
+    # Held before the step, then its peak: of ours, then of flash.
+    held, peaks = iter([3 << 20, 7 << 20]), iter([8 << 20, 17 << 20])
+    on_cpu.setattr(script, "allocated", lambda: next(held))
+    on_cpu.setattr(script, "peak", lambda: next(peaks))
+    (row,) = bench.memory()
+    assert (row["key"], row["ours"], row["peer"], row["median"]) == ("attention_peak_vs_flash", 5.0, 10.0, 0.5)
+
+
+def test_each_pair_has_its_record_and_bound(tmp_path, monkeypatch):
+    script = load("part_gaps", monkeypatch)
+    found = Comparison(tmp_path, (0, 1), 1000, (Row("bf16", (), (run(0), run(1)), None),) * 2)
+    config = load_run(FOLDER.parent / "examples" / "optimizers.toml", ["train.tokens=8192"])
+    keys = []
+    for pair in script.PAIRS.values():
+        for mean, met in ((0.1, True), (0.25, False)):
+            gap = Gap((mean, mean), mean + (pair.bound - 0.3), 0.1)
+            row = Row(pair.recipes[0], (), (run(0), run(1)), gap)
+            made = script.bounded(script.gaps.record(row, found), config, pair)
+            assert made["met"] is met and made["bound_percent"] == pair.bound
+        keys.append((made["key"], pair.record))
+    assert keys == [
+        ("optim_gap_adamw_nvfp4_percent", "optim_gaps"),
+        ("optim_gap_root_nvfp4_percent", "optim_gaps"),
+        ("attention_gap_nvfp4_attention_percent", "attention_gaps"),
+    ]
 
 
 def test_gpu_model_reports_a_variant_that_ends_badly(tmp_path, on_cpu):

@@ -1,9 +1,10 @@
-"""Loss gaps of optimizers in four bits, each to its own reference, paired over seeds; resumes where it stopped.
+"""Loss gaps of single parts in four bits, each to its own reference, paired over seeds; resumes where it stopped.
 
-AdamW with NVFP4 moments to AdamW with fp32 ones, Root with NVFP4 products to Root with BF16 ones. A bound holds when
-the upper end of the mean gap's 95 % interval lies under it.
+AdamW with NVFP4 moments to AdamW with fp32 ones, Root with NVFP4 products to Root with BF16 ones, attention in NVFP4 to
+attention in BF16 (torch's, the default of transformers). Nothing else differs in a pair. A bound holds when the upper
+end of the mean gap's 95 % interval lies under it.
 
-    python benchmarks/optim_gaps.py [--tokens 4096000] [--seeds 0 1 2] [--workers 8] [--set train.device=cuda]
+    python benchmarks/part_gaps.py [--pairs attention] [--seeds 0 1 2] [--workers 8] [--set train.device=cuda]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gaps
 import records
@@ -25,9 +26,21 @@ from quatrain.train import RunConfig, compare, load_run
 
 ROOT = Path(__file__).parents[1]
 SEEDS = [0, 1, 2, 3, 4, 5, 6, 7]  # listed before any of them was run
-PAIRS = {  # key: (reference, recipes, largest gap in percent)
-    "adamw": ("bf16", ("adamw-nvfp4",), 0.3),
-    "root": ("root", ("root-nvfp4", "root-nvfp4-split"), 0.5),
+
+
+class Pair(NamedTuple):
+    """A reference, the recipes measured against it, the largest gap in percent, and the record of the figures."""
+
+    reference: str
+    recipes: tuple[str, ...]
+    bound: float
+    record: str
+
+
+PAIRS = {
+    "adamw": Pair("bf16", ("adamw-nvfp4",), 0.3, "optim_gaps"),
+    "root": Pair("root", ("root-nvfp4", "root-nvfp4-split"), 0.5, "optim_gaps"),
+    "attention": Pair("bf16", ("nvfp4-attention",), 0.3, "attention_gaps"),
 }
 
 
@@ -40,42 +53,44 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of `quatrain train`")
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=list(PAIRS))
     parser.add_argument("--workers", type=int, default=1, help="seeds trained at once, each in a process of its own")
-    parser.add_argument("--out", type=Path, default=Path("runs/optim-gaps"))
-    parser.add_argument("--record", default="optim_gaps", help="name of the record; empty for none")
+    parser.add_argument("--out", type=Path, default=Path("runs/part-gaps"))
+    parser.add_argument("--record", help="name of one record for all pairs, empty for none; default: each pair's own")
     options = parser.parse_args()
     overrides = [f"train.tokens={options.tokens}", *options.set]
     config = load_run(options.run, overrides)
     if options.workers > 1:
         train_apart(options)
-    rows = [row for pair in options.pairs for row in pair_rows(pair, config, options)]
-    if options.record:
-        model = config.model.preset or config.model.path
-        place = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in options.pairs:
+        record = PAIRS[name].record if options.record is None else options.record
+        found.setdefault(record, []).extend(pair_rows(name, config, options))
+    model = config.model.preset or config.model.path
+    place = records.place("cuda") if torch.cuda.is_available() else {}
+    for record, rows in found.items() if options.record != "" else ():
         more = {"tokens": options.tokens, "model": model, "run": overrides, **place}
-        print(records.write(options.record, options.seeds, rows, **more))
+        print(records.write(record, options.seeds, rows, **more))
 
 
-def pair_rows(pair: str, config: RunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
+def pair_rows(name: str, config: RunConfig, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train what is missing of a pair, and its rows."""
-    reference, recipes, bound = PAIRS[pair]
-    out = options.out / pair
-    found = compare(config, [reference, *recipes], seeds=options.seeds, out=out)
-    write_report(found.folders, out / "report.html", baseline=reference)
+    pair, out = PAIRS[name], options.out / name
+    found = compare(config, [pair.reference, *pair.recipes], seeds=options.seeds, out=out)
+    write_report(found.folders, out / "report.html", baseline=pair.reference)
     Console(width=160).print(found.table())
-    return [bounded(gaps.record(row, found), config, reference, bound) for row in found.rows[1:]]
+    return [bounded(gaps.record(row, found), config, pair) for row in found.rows[1:]]
 
 
-def bounded(row: dict[str, Any], config: RunConfig, reference: str, bound: float) -> dict[str, Any]:
+def bounded(row: dict[str, Any], config: RunConfig, pair: Pair) -> dict[str, Any]:
     """The row with its bound and whether it holds: the interval's upper end lies under it."""
     half = row["interval_half_width"]
     upper = None if half is None or row["median"] is None else round(row["median"] + half, 3)
     work = f"{config.model.preset or config.model.path}, {config.train.tokens:,} tokens, validation loss against "
     return row | {
-        "key": row["key"].replace("gap_", "optim_gap_"),
-        "work": f"{work}{reference}, paired over seeds",
-        "bound_percent": bound,
+        "key": row["key"].replace("gap_", f"{pair.record.removesuffix('s')}_"),
+        "work": f"{work}{pair.reference}, paired over seeds",
+        "bound_percent": pair.bound,
         "upper_percent": upper,
-        "met": upper is not None and upper < bound,
+        "met": upper is not None and upper < pair.bound,
     }
 
 
