@@ -211,9 +211,9 @@ class _Walk(NamedTuple):
             *others, *(() if of_queries else (turn,)), *_sizes(g, v, self.query, self.key), other.stride,
             *v.stride()[:3], *self.do.stride()[:3], *(n for x in outputs for n in x.stride()[:3]),
             *_mask_strides(mask, g), (self.query.constant, self.key.constant, g.scale, other.constant), g.head_size, e,
-            _rules(g), _constants(spec), other.tokens, tile.rows, tile.columns, _wide(g.head_size), _wide(e), tile.stages,
-            tma, arch, tile.hold if of_queries else turn > 0, num_warps=tile.warps, maxnreg=tile.registers,
-            enable_fp_fusion=False,
+            _rules(g), _constants(spec), other.tokens, tile.rows, tile.columns, _wide(g.head_size), _wide(e),
+            tile.stages, tma, arch, tile.hold if of_queries else turn > 0, num_warps=tile.warps,
+            maxnreg=tile.registers, enable_fp_fusion=False,
         )  # fmt: skip
 
 
