@@ -324,7 +324,7 @@ def _masks(g: Geometry, like: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
 def _bits(mask: Tensor) -> Tensor:
     """bool [b, h, q, k] to int32 [b, h, q, ceil(k / 32)], key j in bit j % 32 of word j // 32."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[3] % 32)).view(torch.uint8).unflatten(3, (-1, 8))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)  # no copy from the CPU: graphs capture it
     return (padded * weights).sum(4, dtype=torch.uint8).view(torch.int32)
 
 
