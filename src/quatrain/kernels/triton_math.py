@@ -30,7 +30,7 @@ def _fma_up(a, b: tl.constexpr, c):
     """a * b + c rounded towards plus infinity."""
     return tl.inline_asm_elementwise(
         "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f",
-        [a, tl.full(a.shape, b, tl.float32), c],
+        [a, tl.full(a.shape, b, tl.float32), tl.zeros(a.shape, tl.float32) + c],
         dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -53,11 +53,11 @@ def e2m1_nearest(magnitude):
 def e2m1_stochastic(magnitude, draw, ARCH: tl.constexpr):
     """Magnitudes in [0, 6] to a neighbouring E2M1 value: up where (r + 1/2) / 65536 is below the fraction.
 
-    draw: -(r + 1/2) * 2**-17, so that p * draw is that share of a step. The sum below is exact wherever its sign or
-    the nearest integer matters, so rounding it up gives the neighbour.
+    draw: (r + 1/2) * 2**-17, so that p * draw is that share of a step. The difference below is exact wherever its
+    sign or the nearest integer matters, so rounding it up gives the neighbour.
     """
     p = _binade(magnitude)
-    shifted = tl.fma(draw, p, magnitude)
+    shifted = tl.fma(draw, -p, magnitude)
     if ARCH == 0:
         return tl.ceil(shifted * (2.0 / p)) * (p * 0.5) + 0.0
     return tl.fma(p, -HALF_STEPS, _fma_up(p, HALF_STEPS, shifted))
@@ -202,9 +202,10 @@ def sign_nibbles(w0, w1, w2, w3, ARCH: tl.constexpr):
 
 @triton.jit
 def draws(word, HIGH: tl.constexpr):
-    """-(r + 1/2) * 2**-17 from the low or high 16 bits r of a word."""
-    raised = (half_word(word, HIGH) | 0x42800000).to(tl.float32, bitcast=True)  # 2**6 + r 2**-17
-    return 63.999996185302734 - raised  # 2**6 - 2**-18
+    """(r + 1/2) * 2**-17 from the low or high 16 bits r of a word."""
+    return (half_word(word, HIGH) | 0x42800000).to(
+        tl.float32, bitcast=True
+    ) - 63.999996185302734  # 2**6 + r 2**-17, less 2**6 - 2**-18
 
 
 @triton.jit
