@@ -21,19 +21,41 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import quatrain as qt
-from quatrain.kernels import adamw_triton, blocks_triton, decode_triton, matmul_triton, nvfp4_triton, quantize_triton
+from quatrain.kernels import (
+    adamw_triton,
+    attention,
+    attention_backward_triton,
+    attention_triton,
+    attention_views_triton,
+    blocks_triton,
+    decode_triton,
+    matmul_triton,
+    nvfp4_triton,
+    quantize_triton,
+)
 from quatrain.kernels import newton_schulz_elements_triton as around
 from quatrain.kernels import newton_schulz_products_triton as products
 from quatrain.kernels import newton_schulz_triton as newton_schulz
 from quatrain.kernels.adamw import Item, MomentSpec, empty_state
+from quatrain.kernels.attention_layout import Geometry
+from quatrain.kernels.attention_rows import NVFP4_ROWS
 from quatrain.kernels.newton_schulz import Iteration
 from quatrain.kernels.rounding import make_key
+from quatrain.nn.attention import attention_keys
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
     torch.int32: "*i32", torch.float64: "*fp64", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-MODULES = (nvfp4_triton, blocks_triton, decode_triton, matmul_triton, adamw_triton, products, around)
+MODULES = (
+    nvfp4_triton, blocks_triton, decode_triton, matmul_triton, adamw_triton, products, around, attention_triton,
+    attention_backward_triton, attention_views_triton,
+)  # fmt: skip
+HOSTS = (
+    quantize_triton, blocks_triton, decode_triton, adamw_triton, around, newton_schulz, attention_triton,
+    attention_views_triton,
+)  # fmt: skip
+SCALED = r"tcgen05\.mma\.\S*kind::mxf4nvf4\.block_scale|mma\.sync\.\S*kind::mxf4nvf4\.block_scale"
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -107,6 +129,19 @@ def merges(cubin: bytes) -> int:
     return count
 
 
+def launch_attention(native: bool) -> None:
+    """Causal attention of head size 128 with the rows of recipes; natively the products of packed codes alone."""
+    keys = attention_keys(1, 2, torch.device("cpu"))
+    geometry, rows = Geometry(2, 256, 128, 128**-0.5, causal=True), NVFP4_ROWS
+    x = torch.zeros(1, 2, 256, 128).bfloat16()
+    tensors = attention.pack_views(x, x, rows.to_json(), geometry, keys, True)
+    views = attention._views(tensors, rows.slots(True))
+    out, lse = attention_triton.forward(views, x, rows, geometry, native=native)
+    attention_triton.backward(x, views, x, out, lse, rows, geometry, keys, native=native)
+    if not native:
+        attention_views_triton.center_keys(x, geometry)
+
+
 def launch_all() -> None:
     """Every host function with the specs that recipes use."""
     spec = qt.QuantSpec
@@ -136,6 +171,19 @@ def launch_all() -> None:
     for tuning in (None, newton_schulz.Tuning()):
         newton_schulz.orthogonalize(found, iteration, 0.99, tuning)
     newton_schulz.apply_updates([x, x], found.bfloat16(), 0.9, 0.1, [x.float()] * 2)
+    launch_attention(False)
+
+
+def launches_for(arch: int, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
+    """Fill `launches`, kernels being recorders, with each kernel once for each set of constants that matters."""
+    for module in HOSTS:
+        module.architecture = lambda device: arch  # type: ignore[attr-defined]
+    launch_all()
+    if arch >= 100:
+        decoded = len(launches)
+        launch_attention(True)
+        same = ("norms_kernel", "delta_kernel")
+        launches[decoded:] = [call for call in launches[decoded:] if call[0].__name__ not in same]
 
 
 def main(architectures: list[int]) -> None:
@@ -150,9 +198,7 @@ def main(architectures: list[int]) -> None:
         launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         for (module, name), kernel in kernels.items():
             setattr(module, name, Recorder(kernel, launches))
-        for module in (quantize_triton, blocks_triton, decode_triton, adamw_triton, around, newton_schulz):
-            module.architecture = lambda device, arch=arch: arch
-        launch_all()
+        launches_for(arch, launches)
         for kernel, args, options in launches:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -168,6 +214,7 @@ def main(architectures: list[int]) -> None:
                 "stochastic": any(isinstance(a, tuple) and len(a) == 8 and a[7] == 1 for a in args),
                 "stack": spills(binary.asm["cubin"]),
                 "merges": merges(binary.asm["cubin"]),
+                "scaled": len(re.findall(SCALED, ptx)),
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "shared": binary.metadata.shared,
                 "bytes": len(binary.asm["cubin"]),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import quatrain as qt
+from quatrain.formats import QTensor
 from quatrain.kernels import attention
 from quatrain.kernels.attention_layout import Geometry, keep_tokens, key_means, pad_tokens
 from quatrain.kernels.attention_math import backward_reference, forward_reference
@@ -23,7 +24,12 @@ from quatrain.nn.attention import attention_keys, quantized_attention
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from quatrain.kernels import attention_triton, attention_views_triton  # noqa: E402
+from quatrain.kernels.attention_block_triton import quantize_ds, scaling  # noqa: E402
+from quatrain.kernels.attention_native_triton import packed_ds  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -150,8 +156,76 @@ def test_what_it_cannot_serve_is_refused() -> None:
         quantized_attention(q, k, v, NVFP4_ROWS, keys=KEYS, backend="triton")
     with pytest.raises(ValueError, match="needs a positive scale, received -1.0"):
         quantized_attention(q.half(), k.half(), v.half(), NVFP4_ROWS, scale=-1.0, keys=KEYS, backend="triton")
-    with pytest.raises(ValueError, match='attention runs on backend="auto", "reference" or "triton"'):
+    with pytest.raises(ValueError, match='attention runs on backend="auto", "reference", "triton" or "blackwell"'):
         quantized_attention(q, k, v, NVFP4_ROWS, keys=KEYS, backend="cpu")
+
+
+@pytest.mark.skipif(GPU, reason="on a GPU these kernels would compile for its cores; the interpreter decodes")
+@pytest.mark.parametrize("name", ["causal", "packed", "forward only"])
+def test_packed_operands_give_what_decoded_ones_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the native kernels load, and dS as they pack it, with the cores' product in plain arithmetic."""
+    rows, sizes, rules = CASES[name]
+    q, k, v, do = inputs(sizes, torch.bfloat16)
+    geometry = Geometry(sizes[1], sizes[3], sizes[5], sizes[5] ** -0.5, **rules)
+    tensors = attention.pack_views(q, k, rows.plan.text, geometry, KEYS, True)
+    views = attention._views(tensors, rows.slots(True))
+    out, lse = attention_triton.forward(views, v, rows, geometry)
+    expected = attention_triton.backward(do, views, v, out, lse, rows, geometry, KEYS)
+
+    monkeypatch.setattr(attention_triton, "_decoded", lambda *_: pytest.fail("an operand was decoded"))
+    if name == "forward only":
+        monkeypatch.undo()  # its products with dS are not of packed codes
+    found_out, found_lse = attention_triton.forward(views, v, rows, geometry, native=True)
+    found = attention_triton.backward(do, views, v, out, lse, rows, geometry, KEYS, native=True)
+
+    assert error(found_out, out) < 1e-6
+    torch.testing.assert_close(found_lse, lse, rtol=0, atol=1e-6)
+    for ours, theirs in zip(found[:3], expected[:3], strict=True):
+        assert theirs.any() and error(ours, theirs) < 1e-5
+
+
+@triton.jit
+def pack_kernel(x_ptr, codes_ptr, scales_ptr, values_ptr, M: tl.constexpr, N: tl.constexpr, Q: tl.constexpr):
+    row, column = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    x = tl.load(x_ptr + row * N + column)
+    ideal, decode = scaling(tl.max(tl.max(tl.abs(x), 1), 0), Q)
+    tl.store(values_ptr + row * N + column, quantize_ds(x, row, row, 0, ideal, decode, Q, tl.float32, 0))
+    codes, scales = packed_ds(x, row, row, 0, ideal, decode, Q, 0)
+    tl.store(codes_ptr + row * (N // 2) + tl.arange(0, N // 2)[None, :], codes)
+    tl.store(scales_ptr + row * (N // 16) + tl.arange(0, N // 16)[None, :], scales)
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter's path")
+@pytest.mark.parametrize("spec", [NVFP4_ROWS.dquery_grad, qt.QuantSpec("nvfp4"), UNBIASED.dquery_grad])
+def test_packed_ds_decodes_to_the_values_multiplied_elsewhere(spec: qt.QuantSpec) -> None:
+    x = torch.randn(16, 64) * torch.exp(4 * torch.randn(16, 1))
+    x[3], x[:, 20] = 0.0, -0.0
+    codes, scales, values = torch.zeros(16, 32).byte(), torch.zeros(16, 4).byte(), torch.zeros(16, 64)
+    pack_kernel[(1,)](x, codes, scales, values, 16, 64, attention_triton._constants(spec))
+    parts = QTensor(codes, scales.view(torch.float8_e4m3fn), torch.ones(1), x.shape, qt.QuantSpec("nvfp4"))
+    assert torch.equal(parts.block_values(torch.float32), values) and values.any()
+
+
+def test_native_is_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    v = torch.zeros(1, 1, 16, 64).bfloat16()
+    device, geometry = torch.device("cuda"), Geometry(1, 16, 64, 0.1)
+
+    def chosen(backend: str, rows: AttentionRows = NVFP4_ROWS, v: Tensor = v) -> str:
+        return attention.choose_attention(device, backend, v, geometry, rows)
+
+    with pytest.raises(ValueError, match='backend="blackwell" cannot run here: it needs a tensor on a CUDA device'):
+        attention.choose_attention(torch.device("cpu"), "blackwell")
+    for name in ("triton_obstacle", "blackwell_obstacle"):
+        monkeypatch.setattr(attention, name, lambda device: None)
+    assert chosen("blackwell") == "blackwell" and chosen("auto") == "triton"
+    with pytest.raises(ValueError, match=r"blocks of 1 x 16, received \[16, 16\] in scores.query"):
+        chosen("blackwell", ONE_PACKING)
+    with pytest.raises(ValueError, match="the row scores.query is missing"):
+        chosen("blackwell", ONE_SCORE)
+    with pytest.raises(ValueError, match="hold head sizes up to 128, received 256"):
+        chosen("blackwell", NVFP4_ROWS, torch.zeros(1, 1, 16, 256).bfloat16())
+    with pytest.raises(ValueError, match="its products are of BF16 or FP16"):
+        chosen("blackwell", NVFP4_ROWS, v.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -21,7 +21,8 @@ def test_kernels_compile(arch: int, target: str) -> None:
     assert {k["kernel"] for k in kernels} == {
         "rows_kernel", "tiles_kernel", "amax_kernel", "blocks_kernel", "decode_kernel", "fp8_kernel", "factors_kernel",
         "adamw_kernel", "momentum_kernel", "threshold_kernel", "norm_kernel", "start_kernel", "symmetric_kernel",
-        "update_kernel", "operands_kernel", "weights_kernel",
+        "update_kernel", "operands_kernel", "weights_kernel", "sums_kernel", "center_kernel", "norms_kernel",
+        "delta_kernel", "forward_kernel", "query_kernel", "key_kernel",
     }  # fmt: skip
     assert all(k["target"] == target and k["bytes"] > 5000 for k in kernels)  # an empty kernel would be smaller
     assert not any(k["merges"] for k in kernels)
@@ -34,6 +35,12 @@ def test_kernels_compile(arch: int, target: str) -> None:
     assert len(candidates) == 2 and all(k["stack"] == 0 for k in candidates)  # nothing spilled
     steps = [k for k in kernels if k["kernel"] == "adamw_kernel"]
     assert len(steps) == 2 and all(k["stack"] == 0 for k in steps)
+    attention = [k for k in kernels if k["kernel"] in ("forward_kernel", "query_kernel", "key_kernel")]
+    assert len(attention) == (3 if arch == 90 else 6)  # natively once more
+    assert all(0 < k["shared"] <= (99 if arch == 120 else 227) << 10 for k in attention)
+    assert all((k["scaled"] > 0) == (n >= 3) for n, k in enumerate(attention))
+    if arch == 90:
+        assert all(k["wgmma"] > 0 and k["stack"] == 0 for k in attention)
     if arch >= 100:
         assert all(k["to_fp4"] for k in nearest) and all(k["from_fp4"] for k in candidates)
     else:

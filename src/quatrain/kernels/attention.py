@@ -16,7 +16,7 @@ from quatrain.formats import QTensor, QuantSpec
 from quatrain.kernels.attention_layout import Geometry, check_starts, empty_views, keep_tokens, key_means, pad_tokens
 from quatrain.kernels.attention_math import Parts, Views, backward_reference, forward_reference
 from quatrain.kernels.attention_rows import AttentionRows, serves_both
-from quatrain.kernels.dispatch import BACKENDS, triton_obstacle
+from quatrain.kernels.dispatch import BACKENDS, blackwell_obstacle, triton_obstacle
 from quatrain.kernels.operands import quantize_both
 from quatrain.kernels.quantize import quantize_parts
 
@@ -52,7 +52,7 @@ def attention_forward(
         views: of `pack_views`.
         v: [b, g, k, e].
         rows, geometry, for_backward: those that made the views.
-        backend: "auto" | "reference" | "triton"; the others of `quantize` are refused.
+        backend: as of `choose_attention`.
     """
     if torch.compiler.is_compiling() or isinstance(v, FakeTensor):
         return _forward_op(views, v, rows, *geometry, for_backward, backend)
@@ -77,34 +77,43 @@ def attention_backward(
 
 
 def choose_attention(
-    device: torch.device, requested: str, v: Tensor | None = None, geometry: Geometry | None = None
+    device: torch.device,
+    requested: str,
+    v: Tensor | None = None,
+    geometry: Geometry | None = None,
+    rows: AttentionRows | None = None,
 ) -> str:
-    """The backend that runs attention on `device`: "reference" or "triton".
+    """The backend that runs attention on `device`: "reference", "triton" or "blackwell".
 
     Args:
         device: where the inputs live.
-        requested: "auto", "reference" or "triton"; honoured or refused.
-        v, geometry: of the inputs, where they are known.
+        requested: "auto", "reference", "triton" (decoded operands, any recent GPU) or "blackwell" (packed codes on its
+            FP4 cores, where it has never run, so "auto" does not choose it); honoured or refused.
+        v, geometry, rows: of the inputs, where they are known.
 
     Raises:
         ValueError: an unknown backend, one that does not hold attention, or one that cannot serve these inputs here.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, received {requested!r}")
-    if requested not in ("auto", "reference", "triton"):
+    if requested == "cpu":
         raise ValueError(
-            f'attention runs on backend="auto", "reference" or "triton", received {requested!r} on {device}'
+            f'attention runs on backend="auto", "reference", "triton" or "blackwell", '
+            f"received {requested!r} on {device}"
         )
     if requested == "reference" or (requested == "auto" and device.type != "cuda"):
         return "reference"
-    obstacle = triton_obstacle(device)
+    native = requested == "blackwell"
+    obstacle = blackwell_obstacle(device) if native else triton_obstacle(device)
     if obstacle is None and v is not None and geometry is not None:
-        from quatrain.kernels.attention_triton import attention_obstacle
+        from quatrain.kernels.attention_triton import attention_obstacle, native_obstacle
 
         obstacle = attention_obstacle(v, geometry)
-    if obstacle is not None and requested == "triton":
-        raise ValueError(f'backend="triton" cannot run here: {obstacle}; use backend="auto" or "reference"')
-    return "reference" if obstacle is not None else "triton"
+        if obstacle is None and native and rows is not None:
+            obstacle = native_obstacle(v, rows, geometry)
+    if obstacle is not None and requested != "auto":
+        raise ValueError(f'backend="{requested}" cannot run here: {obstacle}; use backend="auto" or "reference"')
+    return "reference" if obstacle is not None else ("blackwell" if native else "triton")
 
 
 def _pack_views(
@@ -178,10 +187,11 @@ def _forward(
         return _empty_forward(v, g)
     views = _views(tensors, rows.slots(for_backward))
     with torch.autocast(v.device.type, enabled=False):  # products accumulate in fp32, whatever the surroundings
-        if choose_attention(v.device, backend, v, g) == "triton":
+        chosen = choose_attention(v.device, backend, v, g, rows)
+        if chosen != "reference":
             from quatrain.kernels import attention_triton
 
-            return attention_triton.forward(views, v, rows, g)
+            return attention_triton.forward(views, v, rows, g, native=chosen == "blackwell")
         return forward_reference(views, v, rows, g)
 
 
@@ -200,10 +210,11 @@ def _backward(
         return _empty_backward(v, g)
     views = _views(tensors, rows.slots(True))
     with torch.autocast(v.device.type, enabled=False):
-        if choose_attention(v.device, backend, v, g) == "triton":
+        chosen = choose_attention(v.device, backend, v, g, rows)
+        if chosen != "reference":
             from quatrain.kernels import attention_triton
 
-            return attention_triton.backward(do, views, v, out, lse, rows, g, keys)
+            return attention_triton.backward(do, views, v, out, lse, rows, g, keys, native=chosen == "blackwell")
         return backward_reference(do, views, v, out, lse, rows, g, keys)
 
 

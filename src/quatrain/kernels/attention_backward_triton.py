@@ -25,7 +25,17 @@ from quatrain.kernels.attention_block_triton import (
     tensor_scale,
     to_dtype,
 )
-from quatrain.kernels.attention_forward_triton import extra_mask, load_tile, moved, rows_of, store_tile
+from quatrain.kernels.attention_forward_triton import (
+    extra_mask,
+    load_tile,
+    moved,
+    rows_of,
+    score_product,
+    score_rows,
+    score_source,
+    store_tile,
+)
+from quatrain.kernels.attention_native_triton import packed_ds, packed_tokens, scaled_product
 from quatrain.kernels.triton_math import key_state, row_state, widen
 
 
@@ -49,7 +59,8 @@ def norms_kernel(v_ptr, kept_ptr, out_ptr, groups, keys, v_b, v_h, v_t, E: tl.co
 @triton.jit
 def delta_kernel(
     do_ptr, out_ptr, lse_ptr, norms_ptr, base_ptr, delta_ptr, bound_ptr, heads, groups, queries, do_b, do_h, do_t,
-    o_b, o_h, o_t, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr, ARCH: tl.constexpr,
+    o_b, o_h, o_t,
+    E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO O), and the bound of a head's dS: max over rows of norm(dO) max norm(V) + abs(delta).
 
@@ -86,6 +97,42 @@ def _numbers(ptr, row, limit, other: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _operand_source(ptr, scales_ptr, begin, stride, TOKENS: tl.constexpr, TMA: tl.constexpr):
+    """Where a head's K or Q begins, as its product with dS reads it: (values,), or (codes, scales) along tokens."""
+    if scales_ptr is None:
+        source = (moved(ptr, begin.to(tl.int64) * (1 if TOKENS else stride), TMA),)
+    else:
+        source = (ptr + begin // 2, scales_ptr + begin // 16)
+    return source
+
+
+@triton.jit
+def _operand(source, batch, head, begin, first, limit, stride, size: tl.constexpr, TOKENS: tl.constexpr,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """(values [ROWS, COLUMNS],) of an `_operand_source`, or (codes, scales) with tokens adjacent."""
+    if len(source) == 2:
+        tile = packed_tokens(source, first, limit, stride, size, ROWS, COLUMNS)
+    else:
+        ptr = source[0]
+        tile = (_operand_tile(ptr, batch, head, begin, first, limit, stride, size, TOKENS, ROWS, COLUMNS, WHOLE, TMA),)
+    return tile
+
+
+@triton.jit
+def _plus_ds(acc, ds, other, start, middle, pair, ideal, decode, Q: tl.constexpr, ARCH: tl.constexpr):
+    """acc + dS times a tile of `_operand`, dS quantized where Q says how."""
+    if len(other) == 2:
+        packed = packed_ds(ds, start[:, None], middle[:, None], pair, ideal, decode, Q, ARCH)
+        acc = scaled_product(packed, other, acc, ARCH)
+    elif len(Q) > 0:
+        values = quantize_ds(ds, start[:, None], middle[:, None], pair, ideal, decode, Q, other[0].dtype, ARCH)
+        acc = product_plus(values, other[0], acc, ARCH)
+    else:
+        acc = product_plus(to_dtype(ds, other[0].dtype, ARCH), other[0], acc, ARCH)
+    return acc
+
+
+@triton.jit
 def _operand_tile(ptr, batch, head, begin, first, limit, stride, size: tl.constexpr, TOKENS: tl.constexpr,
                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Tokens first to first + ROWS of K or Q as [ROWS, COLUMNS]; TOKENS: memory is [size, tokens], tokens adjacent.
@@ -109,18 +156,18 @@ def _operand_tile(ptr, batch, head, begin, first, limit, stride, size: tl.conste
 
 @triton.jit
 def _query_walk(
-    acc, q, do, base, delta, start, middle, k_ptr, kt_ptr, v_ptr, kept_ptr, mask_ptr, factor, ideal, decode, batch,
+    acc, q, do, base, delta, start, middle, k_from, kt_from, v_ptr, kept_ptr, mask_ptr, factor, ideal, decode, batch,
     group, begin_kt, first, begin, end, queries, keys, shift, k_t, v_t, kt_t, mask_q, D: tl.constexpr,
-    E: tl.constexpr, RULES: tl.constexpr, Q: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, ARCH: tl.constexpr,
+    E: tl.constexpr, RULES: tl.constexpr,
+    Q: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """What the keys from begin to end give to dQ of a tile of queries."""
     for n in tl.range(begin, end, COLUMNS, num_stages=STAGES):
-        k = rows_of(k_ptr, batch, group, n, keys, k_t, D, COLUMNS, BD, not MASKED, TMA)
+        k = score_rows(k_from, batch, group, n, keys, k_t, D, COLUMNS, BD, not MASKED, TMA)
         v = rows_of(v_ptr, batch, group, n, keys, v_t, E, COLUMNS, BE, not MASKED, TMA)
-        kt = _operand_tile(kt_ptr, batch, group, begin_kt, n, keys, kt_t, D, TOKENS, COLUMNS, BD, not MASKED, TMA)
-        p = _probabilities(product(q, tl.trans(k), ARCH), factor, base[:, None])
+        kt = _operand(kt_from, batch, group, begin_kt, n, keys, kt_t, D, TOKENS, COLUMNS, BD, not MASKED, TMA)
+        p = _probabilities(score_product(q, k, ARCH), factor, base[:, None])
         dp = product(do, tl.trans(v), ARCH)
         if MASKED:
             query, key = (first + tl.arange(0, ROWS))[:, None], (n + tl.arange(0, COLUMNS))[None, :]
@@ -129,26 +176,23 @@ def _query_walk(
             ds = tl.where(inside, p * (dp - delta[:, None]), 0.0)
         else:
             ds = p * (dp - delta[:, None])
-        if len(Q) > 0:
-            operand = quantize_ds(ds, start[:, None], middle[:, None], n // 2, ideal, decode, Q, kt.dtype, ARCH)
-        else:
-            operand = to_dtype(ds, kt.dtype, ARCH)
-        acc = product_plus(operand, kt, acc, ARCH)
+        acc = _plus_ds(acc, ds, kt, start, middle, n // 2, ideal, decode, Q, ARCH)
     return acc
 
 
 @triton.jit
 def query_kernel(
-    q_ptr, k_ptr, kt_ptr, v_ptr, do_ptr, base_ptr, delta_ptr, bound_ptr, amax_q_ptr, amax_k_ptr, amax_ptr, key_ptr,
-    dq_ptr, kept_ptr, mask_ptr, starts_q_ptr, starts_k_ptr, heads, groups, queries, keys, padded_q, padded_k,
-    q_t, k_t, kt_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, mask_b, mask_h, mask_q,
+    q_ptr, k_ptr, kt_ptr, v_ptr, do_ptr, q_scales_ptr, k_scales_ptr, kt_scales_ptr,
+    base_ptr, delta_ptr, bound_ptr, amax_q_ptr, amax_k_ptr, amax_ptr, key_ptr, dq_ptr, kept_ptr, mask_ptr,
+    starts_q_ptr, starts_k_ptr, heads, groups, queries, keys, padded_q, padded_k, q_t, k_t, kt_t,
+    v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, mask_b, mask_h, mask_q,
     FACTORS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, RULES: tl.constexpr, Q: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr, ARCH: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries.
 
-    kt: K as this product reads it, with TOKENS [D, kt_t] and tokens adjacent, else like k.
+    kt: K as this product reads it, with TOKENS [D, kt_t] and tokens adjacent, else like k; packed where it has scales.
     Q: as `scaling` takes it, () where dS is not quantized. Otherwise as in `forward_kernel`.
     """
     head = tl.program_id(1)
@@ -159,22 +203,22 @@ def query_kernel(
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     if first < here_q:
         shift = here_k - here_q if RULES[1] else 0
-        row, key_head = first + tl.arange(0, ROWS), (batch * groups + group).to(tl.int64)
-        q_ptr = moved(q_ptr, (head.to(tl.int64) * padded_q + first_padded_q) * q_t, TMA)
-        k_ptr = moved(k_ptr, (key_head * padded_k + first_padded_k) * k_t, TMA)
+        row = first + tl.arange(0, ROWS)
+        q_from = score_source(q_ptr, q_scales_ptr, head.to(tl.int64) * padded_q + first_padded_q, q_t, TMA)
         begin_kt = (batch * groups + group) * padded_k + first_padded_k
-        kt_ptr = moved(kt_ptr, begin_kt.to(tl.int64) * (1 if TOKENS else kt_t), TMA)
+        k_from = score_source(k_ptr, k_scales_ptr, begin_kt.to(tl.int64), k_t, TMA)
+        kt_from = _operand_source(kt_ptr, kt_scales_ptr, begin_kt, kt_t, TOKENS, TMA)
         v_ptr = moved(v_ptr, batch.to(tl.int64) * v_b + group.to(tl.int64) * v_h + begin_k.to(tl.int64) * v_t, TMA)
         do_ptr = moved(do_ptr, batch.to(tl.int64) * do_b + inner * do_h + begin_q.to(tl.int64) * do_t, TMA)
         dq_ptr += batch.to(tl.int64) * dq_b + inner * dq_h + begin_q.to(tl.int64) * dq_t
         at = head.to(tl.int64) * queries + begin_q
         mask_ptr += batch.to(tl.int64) * mask_b + inner * mask_h
-        q = rows_of(q_ptr, batch, head % heads, first, here_q, q_t, D, ROWS, BD, False, TMA)
+        q = score_rows(q_from, batch, head % heads, first, here_q, q_t, D, ROWS, BD, False, TMA)
         do = rows_of(do_ptr, batch, head % heads, first, here_q, do_t, E, ROWS, BE, False, TMA)
         if HOLD >= 1:
             do = held(do, BE)
         if HOLD == 2:
-            q = held(q, BD)
+            q = (held(q[0], BD),)
         base = _numbers(base_ptr + at, row, here_q, float("-inf"), False)
         delta = _numbers(delta_ptr + at, row, here_q, 0.0, False)
         factor, own = score_factor(amax_q_ptr, amax_k_ptr, FACTORS) * LOG2E, tensor_scale(amax_ptr, FACTORS[3])
@@ -194,7 +238,7 @@ def query_kernel(
         for part in tl.static_range(3):
             if part == 1 or part == 2 or RULES[2]:
                 acc = _query_walk(
-                    acc, q, do, base, delta, start, middle, k_ptr, kt_ptr, v_ptr, kept_ptr + batch * keys, mask_ptr,
+                    acc, q, do, base, delta, start, middle, k_from, kt_from, v_ptr, kept_ptr + batch * keys, mask_ptr,
                     factor, ideal, decode, batch, group, begin_kt, first,
                     begin if part == 0 else (whole if part == 1 else until),
                     whole if part == 0 else (until if part == 1 else end), here_q, here_k, shift, k_t, v_t, kt_t,
@@ -205,21 +249,22 @@ def query_kernel(
 
 @triton.jit
 def _key_walk(
-    dk, dv, k, v, start, middle, q_ptr, qt_ptr, do_ptr, base_ptr, delta_ptr, kept_ptr, mask_ptr, factor, ideal, decode,
-    batch, inner, begin_qt, first, begin, end, queries, keys, shift, q_t, do_t, qt_t, mask_q, D: tl.constexpr,
-    E: tl.constexpr, RULES: tl.constexpr, Q: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, ARCH: tl.constexpr,
+    dk, dv, k, v, start, middle, q_from, qt_from, do_ptr, base_ptr, delta_ptr, kept_ptr, mask_ptr, factor, ideal,
+    decode, batch, inner, begin_qt, first, begin, end, queries, keys, shift, q_t, do_t, qt_t, mask_q, D: tl.constexpr,
+    E: tl.constexpr,
+    RULES: tl.constexpr, Q: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    ARCH: tl.constexpr,
 ):  # fmt: skip
     """What the queries from begin to end of one head give to dK and dV of a tile of keys."""
     for m in tl.range(begin, end, COLUMNS, num_stages=STAGES):
-        q = rows_of(q_ptr, batch, inner, m, queries, q_t, D, COLUMNS, BD, not MASKED, TMA)
+        q = score_rows(q_from, batch, inner, m, queries, q_t, D, COLUMNS, BD, not MASKED, TMA)
         do = rows_of(do_ptr, batch, inner, m, queries, do_t, E, COLUMNS, BE, not MASKED, TMA)
-        qt = _operand_tile(qt_ptr, batch, inner, begin_qt, m, queries, qt_t, D, TOKENS, COLUMNS, BD, not MASKED, TMA)
+        qt = _operand(qt_from, batch, inner, begin_qt, m, queries, qt_t, D, TOKENS, COLUMNS, BD, not MASKED, TMA)
         column = m + tl.arange(0, COLUMNS)
         base = _numbers(base_ptr, column, queries, float("-inf"), not MASKED)
         delta = _numbers(delta_ptr, column, queries, 0.0, not MASKED)
-        p = _probabilities(product(k, tl.trans(q), ARCH), factor, base[None, :])
+        p = _probabilities(score_product(k, q, ARCH), factor, base[None, :])
         dp = product(v, tl.trans(do), ARCH)
         if MASKED:
             query, key = column[None, :], (first + tl.arange(0, ROWS))[:, None]
@@ -228,20 +273,18 @@ def _key_walk(
             p = tl.where(inside, p, 0.0)
         dv = product_plus(to_dtype(p, do.dtype, ARCH), do, dv, ARCH)
         ds = p * (dp - delta[None, :])
-        if len(Q) > 0:
-            operand = quantize_ds(ds, start[:, None], middle[:, None], m // 2, ideal, decode, Q, qt.dtype, ARCH)
-        else:
-            operand = to_dtype(ds, qt.dtype, ARCH)
-        dk = product_plus(operand, qt, dk, ARCH)
+        dk = _plus_ds(dk, ds, qt, start, middle, m // 2, ideal, decode, Q, ARCH)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["turn"])
 def key_kernel(
-    q_ptr, k_ptr, qt_ptr, v_ptr, do_ptr, base_ptr, delta_ptr, bound_ptr, amax_q_ptr, amax_k_ptr, amax_ptr, key_ptr,
-    dk_ptr, dv_ptr, kept_ptr, mask_ptr, starts_q_ptr, starts_k_ptr, turn, heads, groups, queries, keys, padded_q,
-    padded_k, q_t, k_t, qt_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, mask_b,
-    mask_h, mask_q, FACTORS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, RULES: tl.constexpr, Q: tl.constexpr,
+    q_ptr, k_ptr, qt_ptr, v_ptr, do_ptr, q_scales_ptr, k_scales_ptr, qt_scales_ptr,
+    base_ptr, delta_ptr, bound_ptr, amax_q_ptr, amax_k_ptr, amax_ptr, key_ptr, dk_ptr, dv_ptr, kept_ptr, mask_ptr,
+    starts_q_ptr, starts_k_ptr, turn, heads, groups, queries, keys, padded_q,
+    padded_k, q_t, k_t, qt_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, mask_b, mask_h,
+    mask_q,
+    FACTORS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, RULES: tl.constexpr, Q: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr, ARCH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -259,14 +302,15 @@ def key_kernel(
         shift = here_k - here_q if RULES[1] else 0
         row = first + tl.arange(0, ROWS)
         begin_qt = head * padded_q + first_padded_q
-        k_ptr = moved(k_ptr, ((batch * groups + group).to(tl.int64) * padded_k + first_padded_k) * k_t, TMA)
+        key_row = (batch * groups + group).to(tl.int64) * padded_k + first_padded_k
+        k_from = score_source(k_ptr, k_scales_ptr, key_row, k_t, TMA)
         v_ptr = moved(v_ptr, batch.to(tl.int64) * v_b + group.to(tl.int64) * v_h + begin_k.to(tl.int64) * v_t, TMA)
-        q_ptr = moved(q_ptr, begin_qt.to(tl.int64) * q_t, TMA)
-        qt_ptr = moved(qt_ptr, begin_qt.to(tl.int64) * (1 if TOKENS else qt_t), TMA)
+        q_from = score_source(q_ptr, q_scales_ptr, begin_qt.to(tl.int64), q_t, TMA)
+        qt_from = _operand_source(qt_ptr, qt_scales_ptr, begin_qt, qt_t, TOKENS, TMA)
         do_at = batch.to(tl.int64) * do_b + inner.to(tl.int64) * do_h + begin_q.to(tl.int64) * do_t
         do_ptr = moved(do_ptr, do_at, TMA)
         mask_ptr += batch.to(tl.int64) * mask_b + inner.to(tl.int64) * mask_h
-        k = rows_of(k_ptr, batch, group, first, here_k, k_t, D, ROWS, BD, False, TMA)
+        k = score_rows(k_from, batch, group, first, here_k, k_t, D, ROWS, BD, False, TMA)
         v = rows_of(v_ptr, batch, group, first, here_k, v_t, E, ROWS, BE, False, TMA)
         if RULES[3]:
             kept = tl.load(kept_ptr + batch * keys + row, mask=row < here_k, other=0) != 0
@@ -289,7 +333,7 @@ def key_kernel(
         for part in tl.static_range(3):
             if part == 1 or part == 2 or RULES[0] or RULES[2]:
                 dk, dv = _key_walk(
-                    dk, dv, k, v, start, middle, q_ptr, qt_ptr, do_ptr, base_ptr + at, delta_ptr + at,
+                    dk, dv, k, v, start, middle, q_from, qt_from, do_ptr, base_ptr + at, delta_ptr + at,
                     kept_ptr + batch * keys, mask_ptr, factor, ideal, decode, batch, inner, begin_qt, first,
                     begin if part == 0 else (whole if part == 1 else until),
                     whole if part == 0 else (until if part == 1 else end), here_q, here_k, shift, q_t, do_t, qt_t,

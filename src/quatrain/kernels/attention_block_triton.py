@@ -187,7 +187,14 @@ def _signed_pairs(rounded, twice, like):
 @triton.jit
 def quantize_ds(ds, start, middle, pair, ideal_factor, decode, Q: tl.constexpr, DTYPE: tl.constexpr,
                 ARCH: tl.constexpr):  # fmt: skip
-    """dS [M, N] as code x block scale in DTYPE, blocks of 16 along N.
+    """dS [M, N] as code x block scale in DTYPE; arguments as of `rounded_ds`."""
+    rounded, scale, x = rounded_ds(ds, start, middle, pair, ideal_factor, decode, Q, ARCH)
+    return tl.reshape(_signed(rounded, scale, x, DTYPE, ARCH), ds.shape)
+
+
+@triton.jit
+def rounded_ds(ds, start, middle, pair, ideal_factor, decode, Q: tl.constexpr, ARCH: tl.constexpr):
+    """Blocks of 16 along N of dS [M, N]: E2M1 magnitudes [M, N / 16, 16], scales [M, N / 16, 1], dS as blocks.
 
     start, middle: words of the rows' random state [M, 1]; pair: half the first column's coordinate.
     """
@@ -207,7 +214,7 @@ def quantize_ds(ds, start, middle, pair, ideal_factor, decode, Q: tl.constexpr, 
         rounded = _drawn(scaled, tl.reshape(words, [M, N // 16, 16]), ARCH)
     else:
         rounded = e2m1_nearest(scaled)
-    return tl.reshape(_signed(rounded, scale, x, DTYPE, ARCH), [M, N])
+    return rounded, scale, x
 
 
 @triton.jit

@@ -18,74 +18,24 @@ from quatrain.kernels import attention_backward_triton as kernels
 from quatrain.kernels.attention_forward_triton import forward_kernel
 from quatrain.kernels.attention_layout import Geometry, padded_tokens
 from quatrain.kernels.attention_math import Parts, Views
-from quatrain.kernels.attention_rows import AttentionRows
+from quatrain.kernels.attention_rows import ATTENTION_OPERANDS, AttentionRows
+from quatrain.kernels.attention_tiles import NATIVE_SIZE, Tile, Tuning, tuning_for
 from quatrain.kernels.decode_triton import decode
 from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
 from quatrain.kernels.quantize_triton import architecture
-
-
-class Tile(NamedTuple):
-    """How one kernel runs.
-
-    Attributes:
-        rows, columns: that a program holds, and of one step.
-        warps: of a program.
-        stages: steps whose loads are under way at once.
-        hold: operands that the kernel for dQ keeps in registers: none, dO, or dO and Q.
-        registers: of a thread, at most.
-    """
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    hold: int = 0
-    registers: int | None = None
-
-
-class Tuning(NamedTuple):
-    """Tiles of the kernels for O, for dQ, and for dK and dV."""
-
-    forward: Tile
-    query: Tile
-    key: Tile
-
-
-_SMALL = Tuning(Tile(32, 16, 1, 1), Tile(32, 16, 1, 1), Tile(32, 16, 1, 1))
-# By the larger head size, up to so much: shared memory of 99 KB, and of 227 KB (Hopper, data-center Blackwell).
-_TUNING = {
-    False: {
-        64: Tuning(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-        128: Tuning(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
-        256: Tuning(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 8, 1)),
-    },
-    True: {
-        64: Tuning(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3, 2), Tile(64, 64, 4, 2)),
-        128: Tuning(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3, 2), Tile(64, 32, 4, 3)),
-        256: Tuning(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
-    },
-}
-
-
-def tuning_for(size: int, arch: int) -> Tuning:
-    """Tiles for the larger head size of Q and V."""
-    if arch == 0:
-        return _SMALL
-    found = _TUNING[arch in (90, 100, 103)][max(64, next_power_of_2(size))]
-    # Only Hopper's products read registers at will.
-    return found if arch == 90 else found._replace(query=found.query._replace(hold=0))
 
 
 class Operand(NamedTuple):
     """What a kernel loads tiles of, and the tensor scale that is left.
 
     Attributes:
-        values: [b, h, t', d']; with tokens adjacent [d, b h t'].
+        values: [b, h, t', d']; with tokens adjacent [d, b h t']. Packed: codes, [b h t', d' / 2] or [d, b h t' / 2].
         tokens: whether tokens are adjacent.
-        stride: of tokens, or of the other dimension.
+        stride: of tokens, or of the other dimension; packed, in bytes.
         amax: fp32 [1]; anything for an operand that is not quantized.
         constant: of the tensor scale, 0 for such an operand.
         decoded: whether nobody else needs the values.
+        scales: uint8 [., . / 8] where the values are codes.
     """
 
     values: Tensor
@@ -94,6 +44,7 @@ class Operand(NamedTuple):
     amax: Tensor
     constant: float
     decoded: bool
+    scales: Tensor | None = None
 
 
 def attention_obstacle(v: Tensor, geometry: Geometry) -> str | None:
@@ -108,26 +59,40 @@ def attention_obstacle(v: Tensor, geometry: Geometry) -> str | None:
     return None
 
 
+def native_obstacle(v: Tensor, rows: AttentionRows, geometry: Geometry) -> str | None:
+    """Why `native=True` cannot serve such inputs where `attention_obstacle` found nothing, or None."""
+    size = max(geometry.head_size, v.shape[3])
+    if size > NATIVE_SIZE:
+        return f"its tiles of packed codes hold head sizes up to {NATIVE_SIZE}, received {size}"
+    for name, spec in zip(ATTENTION_OPERANDS, rows.rows, strict=True):
+        if spec is None and name.startswith("scores"):
+            return f"its scores are products of packed codes, and the row {name} is missing"
+        if spec is not None and spec.block_shape != (1, 16):
+            return f"its cores take blocks of 1 x 16, received {list(spec.block_shape)} in {name}"
+    return None
+
+
 def forward(
-    views: Views, v: Tensor, rows: AttentionRows, geometry: Geometry, tuning: Tuning | None = None
+    views: Views, v: Tensor, rows: AttentionRows, geometry: Geometry, tuning: Tuning | None = None, native: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`forward_reference`, flash style."""
+    """`forward_reference`, flash style; native: from packed codes, which Blackwell's cores multiply."""
     g, arch = geometry, architecture(v.device.index)
     b, groups, length, e = v.shape
     v = _adjacent(v)
-    query, key = _score_operands(views, rows, g, v, groups)
+    query, key = _score_operands(views, rows, g, v, groups, native)
     out = v.new_empty(b, g.queries, g.heads, e).transpose(1, 2)  # as a model's next product reads it
     lse = torch.empty(b, g.heads, g.queries, dtype=torch.float32, device=v.device)
-    tile = (tuning or tuning_for(max(g.head_size, e), arch)).forward
+    tile = (tuning or tuning_for(max(g.head_size, e), arch, native)).forward
     sources = (query.values, key.values, v)
-    tma = _descriptors_serve(sources, g, arch)
+    tma = not native and _descriptors_serve(sources, g, arch)
     mask, others = _masks(g, v)
     launch(
         forward_kernel, (ceil_div(g.queries, tile.rows), b * g.heads, _sequences(g)),
-        *_sources(sources, (tile.rows, tile.columns, tile.columns), tma), out, lse, query.amax, key.amax, *others,
+        *_sources(sources, (tile.rows, tile.columns, tile.columns), tma), query.scales, key.scales, out, lse,
+        query.amax, key.amax, *others,
         *_sizes(g, v, query, key), *v.stride()[:3], *out.stride()[:3], *_mask_strides(mask, g),
         (query.constant, key.constant, g.scale), g.head_size, e, _rules(g), tile.rows, tile.columns,
-        _wide(g.head_size), _wide(e), tile.stages, tma, arch, num_warps=tile.warps,
+        _wide(g.head_size, native), _wide(e), tile.stages, tma, arch, num_warps=tile.warps,
         maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse
@@ -143,18 +108,21 @@ def backward(
     geometry: Geometry,
     keys: Tensor | None,
     tuning: Tuning | None = None,
+    native: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`backward_reference`, flash style; the same for the same keys, whatever the order of programs."""
     g = geometry
     b, groups, length, e = v.shape
     v, do = _adjacent(v), _adjacent(do)
-    tiles = tuning or tuning_for(max(g.head_size, e), architecture(v.device.index))
+    tiles = tuning or tuning_for(max(g.head_size, e), architecture(v.device.index), native)
     base, delta, bound = _delta(do, v, out, lse, g)
-    query, key = _score_operands(views, rows, g, v, groups)
+    query, key = _score_operands(views, rows, g, v, groups, native)
     walk = _Walk(do, v, base, delta, bound, query, key, rows, g, keys)
     dq = v.new_empty(b, g.heads, g.queries, g.head_size)
-    walk.run(_tokenwise(views.key_tokens, rows.dquery_key, key), (dq,), tiles.query)
-    other = _tokenwise(views.query_tokens, rows.dkey_query, query)
+    packed = native and rows.dquery_grad is not None
+    walk.run(_tokenwise(views.key_tokens, rows.dquery_key, key, v.dtype, packed), (dq,), tiles.query)
+    packed = native and rows.dkey_grad is not None
+    other = _tokenwise(views.query_tokens, rows.dkey_query, query, v.dtype, packed)
     dk, dv = _key_outputs(g, v, key)
     for turn in range(g.heads // groups):  # heads of a group are summed in fp32, in their order
         walk.run(other, (dk, dv), tiles.key, turn)
@@ -197,7 +165,8 @@ class _Walk(NamedTuple):
         if spec is not None and spec.stochastic and random is None:
             raise ValueError("stochastic rounding of dS needs a key, received none; pass seed and offset")
         sources = (self.query.values, self.key.values, other.values, v, self.do)
-        tma = _descriptors_serve(sources, g, arch)
+        native = self.key.scales is not None
+        tma = not native and _descriptors_serve(sources, g, arch)
         tokens = (tile.rows, tile.columns) if of_queries else (tile.columns, tile.rows)
         mask, others = _masks(g, v)
         sequences = _sequences(g)
@@ -206,12 +175,13 @@ class _Walk(NamedTuple):
             (ceil_div(g.queries, tile.rows), b * g.heads, sequences)
             if of_queries
             else (ceil_div(length, tile.rows), b * groups, sequences),
-            *_sources(sources, (*tokens, tile.columns, tokens[1], tokens[0]), tma), self.base, self.delta, self.bound,
+            *_sources(sources, (*tokens, tile.columns, tokens[1], tokens[0]), tma),
+            self.query.scales, self.key.scales, other.scales, self.base, self.delta, self.bound,
             self.query.amax, self.key.amax, other.amax, v if random is None else random.contiguous(), *outputs,
             *others, *(() if of_queries else (turn,)), *_sizes(g, v, self.query, self.key), other.stride,
             *v.stride()[:3], *self.do.stride()[:3], *(n for x in outputs for n in x.stride()[:3]),
             *_mask_strides(mask, g), (self.query.constant, self.key.constant, g.scale, other.constant), g.head_size, e,
-            _rules(g), _constants(spec), other.tokens, tile.rows, tile.columns, _wide(g.head_size), _wide(e),
+            _rules(g), _constants(spec), other.tokens, tile.rows, tile.columns, _wide(g.head_size, native), _wide(e),
             tile.stages, tma, arch, tile.hold if of_queries else turn > 0, num_warps=tile.warps,
             maxnreg=tile.registers, enable_fp_fusion=False,
         )  # fmt: skip
@@ -238,13 +208,18 @@ def _delta(do: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Geometry) -> tupl
     return base, delta, bound.view(torch.float32).view(b, g.heads)
 
 
-def _score_operands(views: Views, rows: AttentionRows, g: Geometry, v: Tensor, groups: int) -> tuple[Operand, Operand]:
+def _score_operands(
+    views: Views, rows: AttentionRows, g: Geometry, v: Tensor, groups: int, native: bool
+) -> tuple[Operand, Operand]:
     """Q and K as S reads them."""
     found = []
     for parts, spec, heads in ((views.query, rows.scores_query, g.heads), (views.key, rows.scores_key, groups)):
         codes, scales, amax = parts
         if spec is None or scales is None or amax is None:
             found.append(Operand(codes, False, codes.stride(2), v, 0.0, False))
+            continue
+        if native:
+            found.append(_packed(parts, spec, False))
             continue
         shape = torch.Size((codes.shape[0], g.head_size))
         values = _decoded(QTensor(codes, scales, amax, shape, spec), v.dtype)
@@ -253,15 +228,26 @@ def _score_operands(views: Views, rows: AttentionRows, g: Geometry, v: Tensor, g
     return found[0], found[1]
 
 
-def _tokenwise(parts: Parts | None, spec: QuantSpec | None, row: Operand) -> Operand:
+def _packed(parts: Parts, spec: QuantSpec, tokens: bool) -> Operand:
+    """Codes and scales as they are."""
+    codes, scales, amax = parts
+    if scales is None or amax is None:
+        raise ValueError("packed operands need codes, scales and amax, received codes alone; use `pack_views`")
+    codes, scales = codes.contiguous(), scales.view(torch.uint8).contiguous()
+    return Operand(codes, tokens, codes.stride(0), amax, spec.constant, False, scales)
+
+
+def _tokenwise(parts: Parts | None, spec: QuantSpec | None, row: Operand, dtype: torch.dtype, native: bool) -> Operand:
     """An operand along tokens; the one along the head dimension where that serves."""
     if parts is None:
         return row
     codes, scales, amax = parts
     if spec is None or scales is None or amax is None:
         return Operand(codes, False, codes.stride(2), row.amax, 0.0, False)
+    if native:
+        return _packed(parts, spec, True)
     shape = torch.Size((codes.shape[0], codes.shape[1] * 2))
-    values = _decoded(QTensor(codes, scales, amax, shape, spec), row.values.dtype)
+    values = _decoded(QTensor(codes, scales, amax, shape, spec), dtype)
     return Operand(values, True, values.stride(0), amax, spec.constant, True)
 
 
@@ -343,6 +329,6 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _wide(size: int) -> int:
-    """Columns of a tile: tensor cores want at least 16."""
-    return max(16, next_power_of_2(size))
+def _wide(size: int, native: bool = False) -> int:
+    """Columns of a tile: tensor cores want at least 16, of packed codes 64."""
+    return max(64 if native else 16, next_power_of_2(size))

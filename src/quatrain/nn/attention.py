@@ -62,7 +62,7 @@ def quantized_attention(
         enable_gqa: whether g may differ from h.
         keys: int64 [6, 2], (seed, offset) of every operand (`attention_keys`), for stochastic rows.
         seen: fp32 [6], raised in place to the largest magnitude of each quantized operand.
-        backend: "auto" or "reference".
+        backend: "auto", "reference", "triton" or "blackwell" (`choose_attention`).
 
     Returns:
         [b, h, q, e] in the inputs' dtype (autocast's under autocast); 0 for a query that sees no key.
