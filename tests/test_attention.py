@@ -493,7 +493,7 @@ def test_operations_say_what_they_return(rows: AttentionRows) -> None:
         ({"window": 2.5}, "window must be a number of keys"),
         ({"is_causal": torch.ones(33, 33, dtype=torch.bool)}, "is_causal must be True or False"),
         ({"spec": "bf16"}, r"a recipe with \[attention\] rows"),
-        ({"backend": "cpu"}, 'backend="auto", "reference" or "triton"'),
+        ({"backend": "cpu"}, 'backend="auto", "reference", "triton" or "blackwell"'),
         ({"mask": torch.zeros(2, 4, 33, 33)}, "additive bias"),
         ({"mask": torch.ones(1, 1, 33, 33, dtype=torch.bool), "is_causal": True}, "a mask stands alone"),
         ({"key_padding": torch.ones(2, 9, dtype=torch.bool)}, "key_padding must be bool"),
