@@ -5,11 +5,13 @@ attention in BF16 (torch's, the default of transformers). Nothing else differs i
 end of the mean gap's 95 % interval lies under it.
 
     python benchmarks/part_gaps.py [--pairs attention] [--seeds 0 1 2] [--workers 8] [--set train.device=cuda]
+    python benchmarks/part_gaps.py --join first.json more.json --record optim_gaps_adamw   # seeds added later: one gap
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ import torch
 from rich.console import Console
 
 from quatrain.report import write_report
+from quatrain.statistics import mean_interval
 from quatrain.train import RunConfig, compare, load_run
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +58,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="seeds trained at once, each in a process of its own")
     parser.add_argument("--out", type=Path, default=Path("runs/part-gaps"))
     parser.add_argument("--record", help="name of one record for all pairs, empty for none; default: each pair's own")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", help="records of other seeds of one pair; trains nothing"
+    )
     options = parser.parse_args()
+    if options.join:
+        print(write_joined(options.join, options.record or options.join[0].stem))
+        return
     overrides = [f"train.tokens={options.tokens}", *options.set]
     config = load_run(options.run, overrides)
     if options.workers > 1:
@@ -78,6 +87,60 @@ def pair_rows(name: str, config: RunConfig, options: argparse.Namespace) -> list
     write_report(found.folders, out / "report.html", baseline=pair.reference)
     Console(width=160).print(found.table())
     return [bounded(gaps.record(row, found), config, pair) for row in found.rows[1:]]
+
+
+def write_joined(paths: list[Path], name: str) -> Path:
+    """One record in place of several."""
+    path = records.RESULTS / f"{name}.json"
+    path.write_text(json.dumps(join([json.loads(part.read_text()) for part in paths]), indent=1) + "\n")
+    return path
+
+
+def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record of all the seeds of records that differ in nothing else; each keeps its commit and date in `parts`.
+
+    Raises:
+        ValueError: they differ in more than the seeds, share a seed, or hold a pair that diverged.
+    """
+    facts = [[{k: part[k] for k in ("tokens", "model", "run", "device")}, *_pairs(part)] for part in parts]
+    seeds = [seed for part in parts for seed in part["seed"]]
+    lost = [row["key"] for part in parts for row in part["rows"] if row["diverged"]]
+    if any(found != facts[0] for found in facts) or len({*seeds}) < len(seeds) or lost:
+        raise ValueError(
+            f"records are joined over seeds of one and the same work, none twice and none diverged; received {facts}, "
+            f"seeds {seeds}, diverged {lost}; give records of the same run"
+        )
+    rows = [_joined([part["rows"][i] for part in parts]) for i in range(len(parts[0]["rows"]))]
+    sources = [{k: part[k] for k in ("commit", "date", "seed")} for part in parts]
+    return parts[-1] | {"seed": seeds, "parts": sources, "rows": rows}
+
+
+def _pairs(record: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(row["key"], row["work"], row["fingerprint"]) for row in record["rows"]]
+
+
+def _joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    percent = [gap for row in rows for gap in row["per_seed"]]
+    mean, half = mean_interval(percent)
+    upper = None if half is None else round(mean + half, 3)
+    losses = {
+        side: round(sum(row[side] * row["repeats"] for row in rows) / len(percent), 4) for side in ("ours", "peer")
+    }
+    return (
+        rows[0]
+        | losses
+        | {
+            "median": round(mean, 3),
+            "min": min(percent),
+            "max": max(percent),
+            "repeats": len(percent),
+            "per_seed": percent,
+            "interval_half_width": None if half is None else round(half, 3),
+            "resolved": half is not None and abs(mean) > half,
+            "upper_percent": upper,
+            "met": upper is not None and upper < rows[0]["bound_percent"],
+        }
+    )
 
 
 def bounded(row: dict[str, Any], config: RunConfig, pair: Pair) -> dict[str, Any]:

@@ -219,6 +219,27 @@ def test_each_pair_has_its_record_and_bound(tmp_path, monkeypatch):
     ]
 
 
+def gap_record(seeds, per_seed, **more):
+    row = {"key": "k", "work": "w", "fingerprint": "f", "bound_percent": 0.3, "diverged": [], "repeats": len(seeds)}
+    row |= {"ours": 3.0 + len(seeds), "peer": 3.0, "per_seed": per_seed}
+    head = {"tokens": 8, "model": "m", "run": [], "device": "d", "commit": "c", "date": "t"}
+    return head | {"seed": seeds, "rows": [row]} | more
+
+
+def test_seeds_added_later_join_in_one_gap(monkeypatch):
+    join = load("part_gaps", monkeypatch).join
+    joined = join([gap_record([0, 1], [0.1, 0.3]), gap_record([2], [0.2], commit="e")])
+    (row,) = joined["rows"]
+    assert joined["seed"] == [0, 1, 2] and [part["commit"] for part in joined["parts"]] == ["c", "e"]
+    assert row["per_seed"] == [0.1, 0.3, 0.2] and row["median"] == 0.2 and row["repeats"] == 3
+    assert row["ours"] == pytest.approx((5.0 * 2 + 4.0) / 3, abs=1e-4)
+    assert row["interval_half_width"] == pytest.approx(4.303 * 0.1 / 3**0.5, abs=1e-3) and row["resolved"] is False
+    assert row["upper_percent"] == pytest.approx(0.448, abs=1e-3) and row["met"] is False
+    for other in (gap_record([1], [0.2]), gap_record([2], [0.2], tokens=9)):
+        with pytest.raises(ValueError, match="joined over seeds of one and the same work"):
+            join([gap_record([0, 1], [0.1, 0.3]), other])
+
+
 def test_gpu_model_reports_a_variant_that_ends_badly(tmp_path, on_cpu):
     script = load("gpu_model", on_cpu)
     options = argparse.Namespace(out=tmp_path, steps=1, warmup=0, layers=None, tiny=True, profile=False, timeout=0.05)
