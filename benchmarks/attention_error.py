@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,10 +224,15 @@ def measure(variant: Variant, pairs: list[tuple[Case, Tensors]], backend: str) -
 
 
 def measure_all(cases: list[Case], backend: str) -> dict[str, Found]:
-    """Every variant."""
+    """Every variant, each named as it ends: on a GPU the first time compiles thirty kernels, for minutes."""
     known = {biased: [(x, exact(x)) for x in (case.biased() if biased else case for case in cases)]
              for biased in (False, True)}  # fmt: skip
-    return {name: measure(variant, known[variant.biased], backend) for name, variant in VARIANTS.items()}
+    found = {}
+    for name, variant in VARIANTS.items():
+        begin = time.perf_counter()
+        found[name] = measure(variant, known[variant.biased], backend)
+        print(f"  {name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    return found
 
 
 def ratios(a: list[float], b: list[float]) -> list[float]:

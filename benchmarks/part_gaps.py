@@ -58,9 +58,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="seeds trained at once, each in a process of its own")
     parser.add_argument("--out", type=Path, default=Path("runs/part-gaps"))
     parser.add_argument("--record", help="name of one record for all pairs, empty for none; default: each pair's own")
-    parser.add_argument(
-        "--join", type=Path, nargs="+", help="records of other seeds of one pair; trains nothing"
-    )
+    parser.add_argument("--join", type=Path, nargs="+", help="records of other seeds of one pair; trains nothing")
     options = parser.parse_args()
     if options.join:
         print(write_joined(options.join, options.record or options.join[0].stem))

@@ -18,13 +18,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental.gluon._runtime import GluonASTSource
 
 import quatrain as qt
 from quatrain.kernels import (
     adamw_triton,
     attention,
     attention_backward_triton,
+    attention_hopper_backward_triton,
+    attention_hopper_forward_triton,
     attention_triton,
     attention_views_triton,
     blocks_triton,
@@ -39,6 +41,7 @@ from quatrain.kernels import newton_schulz_triton as newton_schulz
 from quatrain.kernels.adamw import Item, MomentSpec, empty_state
 from quatrain.kernels.attention_layout import Geometry
 from quatrain.kernels.attention_rows import NVFP4_ROWS
+from quatrain.kernels.attention_tiles import Tuning, tuning_for
 from quatrain.kernels.newton_schulz import Iteration
 from quatrain.kernels.rounding import make_key
 from quatrain.nn.attention import attention_keys
@@ -49,7 +52,8 @@ TYPES = {
 }  # fmt: skip
 MODULES = (
     nvfp4_triton, blocks_triton, decode_triton, matmul_triton, adamw_triton, products, around, attention_triton,
-    attention_backward_triton, attention_views_triton,
+    attention_backward_triton, attention_views_triton, attention_hopper_forward_triton,
+    attention_hopper_backward_triton,
 )  # fmt: skip
 HOSTS = (
     quantize_triton, blocks_triton, decode_triton, adamw_triton, around, newton_schulz, attention_triton,
@@ -79,9 +83,10 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], arch: 
         value = values[parameter.name]
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, TensorDescriptor):
+        elif type(value).__name__ == "TensorDescriptor":
             kind = TYPES[value.base.dtype][1:]
-            signature[parameter.name] = f"tensordesc<{kind}{list(value.block_shape)}>"
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's has one
+            signature[parameter.name] = f"tensordesc<{kind}{list(value.block_shape)}{layout}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
@@ -92,7 +97,8 @@ def compiled(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], arch: 
         else:
             signature[parameter.name] = "fp32"
     settings = {k: v for k, v in options.items() if k not in kernel.arg_names} | {"enable_fp_fusion": False}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    kind_of_source = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind_of_source(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=settings)
 
 
@@ -129,17 +135,16 @@ def merges(cubin: bytes) -> int:
     return count
 
 
-def launch_attention(native: bool) -> None:
+def launch_attention(native: bool = False, tuning: Tuning | None = None, groups: int = 2) -> None:
     """Causal attention of head size 128 with the rows of recipes; natively the products of packed codes alone."""
     keys = attention_keys(1, 2, torch.device("cpu"))
     geometry, rows = Geometry(2, 256, 128, 128**-0.5, causal=True), NVFP4_ROWS
-    x = torch.zeros(1, 2, 256, 128).bfloat16()
-    tensors = attention.pack_views(x, x, rows.to_json(), geometry, keys, True)
+    q = torch.zeros(1, 2, 256, 128).bfloat16()
+    k = q[:, :groups]
+    tensors = attention.pack_views(q, k, rows.to_json(), geometry, keys, True)
     views = attention._views(tensors, rows.slots(True))
-    out, lse = attention_triton.forward(views, x, rows, geometry, native=native)
-    attention_triton.backward(x, views, x, out, lse, rows, geometry, keys, native=native)
-    if not native:
-        attention_views_triton.center_keys(x, geometry)
+    out, lse = attention_triton.forward(views, k, rows, geometry, tuning, native)
+    attention_triton.backward(q, views, k, out, lse, rows, geometry, keys, tuning, native)
 
 
 def launch_all() -> None:
@@ -160,6 +165,8 @@ def launch_all() -> None:
     blocks_triton.quantize_blocks(x[:130, :264].float(), spec(scale="search"), None)
     q, w = qt.quantize(x, "nvfp4"), qt.quantize(x, "fp8")
     decode_triton.decode(q.codes, q.scales, q.spec)
+    narrow = qt.quantize(x.view(2048, 128), "nvfp4")
+    decode_triton.decode(narrow.codes, narrow.scales, narrow.spec, heads=4, tokens=256)
     matmul_triton.fp8_matmul(w.codes, w.scales, w.codes, w.scales, (256, 256), torch.bfloat16, None)
     matmul_triton.factors([(amax[:1], 2688.0)])
     for dtype, master in ((torch.float32, "fp32"), (torch.bfloat16, "bf16-sr")):
@@ -171,7 +178,8 @@ def launch_all() -> None:
     for tuning in (None, newton_schulz.Tuning()):
         newton_schulz.orthogonalize(found, iteration, 0.99, tuning)
     newton_schulz.apply_updates([x, x], found.bfloat16(), 0.9, 0.1, [x.float()] * 2)
-    launch_attention(False)
+    attention_views_triton.center_keys(torch.zeros(1, 2, 256, 128).bfloat16(), Geometry(2, 256, 128, 1.0))
+    attention_views_triton.dense_rows(torch.zeros(1, 2, 250, 128).bfloat16())
 
 
 def launches_for(arch: int, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
@@ -179,11 +187,20 @@ def launches_for(arch: int, launches: list[tuple[Any, tuple[Any, ...], dict[str,
     for module in HOSTS:
         module.architecture = lambda device: arch  # type: ignore[attr-defined]
     launch_all()
+    launch_attention(tuning=tuning_for(128, arch))
+    same = ["norms_kernel", "delta_kernel"]
     if arch >= 100:
-        decoded = len(launches)
-        launch_attention(True)
-        same = ("norms_kernel", "delta_kernel")
-        launches[decoded:] = [call for call in launches[decoded:] if call[0].__name__ not in same]
+        launch_others(launches, same, native=True)
+    if arch == 90:  # its own kernels, and where heads of a group are summed
+        launch_others(launches, same)
+        launch_others(launches, [*same, "hopper_forward_kernel", "hopper_query_kernel"], groups=1)
+
+
+def launch_others(launches: list[Any], same: list[str], **options: Any) -> None:
+    """`launch_attention`, less the kernels that are the same as before."""
+    first = len(launches)
+    launch_attention(**options)
+    launches[first:] = [call for call in launches[first:] if call[0].__name__ not in same]
 
 
 def main(architectures: list[int]) -> None:
@@ -213,6 +230,7 @@ def main(architectures: list[int]) -> None:
                 "four_over_six": any(isinstance(a, tuple) and a[0] in (2, "four-over-six") for a in args),
                 "stochastic": any(isinstance(a, tuple) and len(a) == 8 and a[7] == 1 for a in args),
                 "stack": spills(binary.asm["cubin"]),
+                "waits": said(binary.asm["cubin"], "nvdisasm", "-c").count("WARPGROUP.DEPBAR"),
                 "merges": merges(binary.asm["cubin"]),
                 "scaled": len(re.findall(SCALED, ptx)),
                 "wgmma": ptx.count("wgmma.mma_async"),

@@ -9,7 +9,7 @@ from torch import Tensor
 import quatrain as qt
 from quatrain.kernels import attention_math
 from quatrain.kernels.attention import attention_backward, attention_forward, pack_views
-from quatrain.kernels.attention_layout import Geometry, keep_tokens, key_means
+from quatrain.kernels.attention_layout import Geometry, keep_tokens, key_means, memory_orders
 from quatrain.kernels.attention_rows import NVFP4_ROWS, AttentionRows
 from quatrain.kernels.rounding import make_key, random_bits
 from quatrain.nn import attention_keys, quantized_attention
@@ -418,6 +418,30 @@ def test_half_precision_and_strides() -> None:
     assert_equal(ours(*strided, is_causal=True), found, 0)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+def test_gradients_lie_as_their_tensors(order: tuple[int, int, int]) -> None:
+    """So autograd copies none, eager and compiled; slices and tensors of one token too."""
+    torch._dynamo.reset()  # the number of times a function is compiled is limited
+
+    def laid_out(x: Tensor) -> Tensor:
+        back = (*(order.index(i) for i in range(3)), 3)
+        return x.permute(*order, 3).contiguous().permute(*back).requires_grad_()
+
+    for tokens in (20, 1):
+        x = inputs(tq=tokens, tk=tokens, dtype=torch.bfloat16)
+        leaves = [laid_out(t) for t in x[:3]]
+        for attend in (qt.attention, torch.compile(qt.attention, fullgraph=True, backend="aot_eager")):
+            gradients = torch.autograd.grad(attend(*leaves, is_causal=True), leaves, x[3])
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                assert tokens == 1 or gradient.stride() == leaf.stride()
+                assert gradient.permute(*order, 3).is_contiguous()
+    part = laid_out(x[0])[:, :2]
+    assert not part.permute(*order, 3).is_contiguous()
+    found = torch.autograd.grad(qt.attention(part, part, part).sum(), part)[0]
+    assert found.permute(*order, 3).is_contiguous()
+    torch._dynamo.reset()
+
+
 def test_square_blocks_of_heads_that_are_no_multiple_of_16() -> None:
     x = inputs(d=40)
     wanted = theirs(*x, is_causal=True)
@@ -470,7 +494,10 @@ def test_compiles_whole() -> None:
 def test_operations_say_what_they_return(rows: AttentionRows) -> None:
     """Shapes, dtypes and strides as compilers are told; also of dynamic shapes, and of inputs in another layout."""
     q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(tq=32, tk=32, dtype=torch.bfloat16))
-    g, keys, text = Geometry(4, 32, 32, 0.2, True), attention_keys(0, 0, torch.device("cpu")), rows.to_json()
+    orders = memory_orders(q, k, v)
+    assert orders == (0, 2, 1) * 3
+    g, keys = Geometry(4, 32, 32, 0.2, True, orders=orders), attention_keys(0, 0, torch.device("cpu"))
+    text = rows.to_json()
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     views = pack_views(q, k, text, g, keys, True)
     saved = attention_forward(views, v, text, g, True)

@@ -4,6 +4,7 @@ Both read the same packed views, bit for bit. Sums over tokens run in another or
 divided by the softmax sum, so O agrees to BF16's rounding; gradients, which start from the same O and L, to fp32's.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch import Tensor
 import quatrain as qt
 from quatrain.formats import QTensor
 from quatrain.kernels import attention
-from quatrain.kernels.attention_layout import Geometry, keep_tokens, key_means, pad_tokens
+from quatrain.kernels.attention_layout import Geometry, keep_tokens, key_means, memory_orders, pad_tokens
 from quatrain.kernels.attention_math import backward_reference, forward_reference
 from quatrain.kernels.attention_rows import NVFP4_ROWS, AttentionRows
 from quatrain.nn.attention import attention_keys, quantized_attention
@@ -27,13 +28,19 @@ pytest.importorskip("triton", reason="triton has no build for this platform")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from quatrain.kernels import attention_triton, attention_views_triton  # noqa: E402
+from quatrain.kernels import attention_hopper_triton, attention_triton, attention_views_triton  # noqa: E402
 from quatrain.kernels.attention_block_triton import quantize_ds, scaling  # noqa: E402
 from quatrain.kernels.attention_native_triton import packed_ds  # noqa: E402
+from quatrain.kernels.attention_tiles import Tuning, tuning_for  # noqa: E402
+from quatrain.kernels.decode_triton import decode  # noqa: E402
+from quatrain.kernels.quantize_triton import architecture  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 KEYS = attention_keys(3, 5, DEVICE)
+HOPPER = (
+    attention_hopper_triton.hopper_obstacle(architecture(0)) if GPU else "no GPU here, and Gluon has no interpreter"
+)
 
 NEAREST = replace(NVFP4_ROWS, dquery_grad=qt.QuantSpec("nvfp4"), dkey_grad=qt.QuantSpec("nvfp4"))
 SQUARE = qt.QuantSpec("nvfp4", block=(16, 16))
@@ -259,3 +266,107 @@ def test_memory_is_linear() -> None:
 
     peak(4096)
     assert peak(16384) < 2.1 * peak(8192)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dense_rows_are_a_copy_and_its_maximum(dtype: torch.dtype) -> None:
+    x = inputs((2, 3, 3, 70, 70, 24, 24), dtype)[0].transpose(1, 2).contiguous().transpose(1, 2)
+    for place in (0.0, float("nan")):
+        x[1, 2, 33, 3] = place
+        found, amax = attention_views_triton.dense_rows(x)
+        expected = pad_tokens(x, None)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)  # NaNs' payloads may differ
+        assert found.is_contiguous()
+        assert torch.equal(amax.nan_to_num(-1.0), x.abs().max().float().nan_to_num(-1.0).expand(2))
+
+
+def test_heads_decoded_beside_each_other() -> None:
+    heads, tokens, size = 3, 32, 32
+    q = qt.quantize(torch.randn(2 * heads * tokens, size, device=DEVICE), qt.QuantSpec("nvfp4", scale="four-over-six"))
+    found = decode(q.codes, q.scales, q.spec, heads=heads, tokens=tokens)
+    expected = decode(q.codes, q.scales, q.spec).view(2, heads, tokens, size).transpose(1, 2)
+    assert torch.equal(found.view(2, tokens, heads, size), expected) and found.any()
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+def test_layouts_change_no_bit(groups: int) -> None:
+    """Of tensors laid out [b, t, h, d], as projections give them; their gradients lie so too."""
+    tokens, size = (200, 128) if GPU else (20, 16)
+    q, k, v, do = inputs((2, 2, groups, tokens, tokens, size, size), torch.bfloat16)
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in tensors]
+        out = quantized_attention(*leaves, NVFP4_ROWS, is_causal=True, keys=KEYS, backend="triton")
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    plain = run(q, k, v)
+    found = run(*(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert all(x.is_contiguous() for x in plain[1:]) and all(x.transpose(1, 2).is_contiguous() for x in found)
+
+
+@pytest.mark.skipif(HOPPER is not None, reason=f"Hopper's own kernels: {HOPPER}")
+@pytest.mark.parametrize("in_model", [False, True])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("tokens", [1, 64, 512, 1000, 1001])
+def test_hopper_kernels_give_the_bits_of_those_for_any_gpu(
+    tokens: int, groups: int, in_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = inputs((2, 4, groups, tokens, tokens, 128, 128), torch.bfloat16)
+    if in_model:
+        tensors = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)  # type: ignore[assignment]
+    q, k, v, do = tensors
+    rows = UNBIASED if groups == 1 else NVFP4_ROWS
+    geometry = Geometry(4, tokens, 128, 128**-0.5, causal=True, orders=memory_orders(q, k, v))
+    views = attention._views(attention.pack_views(q, k, rows.plan.text, geometry, KEYS, True), rows.slots(True))
+    launched: list[str] = []
+    launch = attention_hopper_triton.launch
+
+    def recorded(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launched.append(kernel.__name__)
+        launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(attention_hopper_triton, "launch", recorded)
+
+    def run(tuning: Tuning | None) -> list[Tensor]:
+        out, lse = attention_triton.forward(views, v, rows, geometry, tuning)
+        return [out, lse, *attention_triton.backward(do, views, v, out, lse, rows, geometry, KEYS, tuning)]
+
+    expected = run(tuning_for(128, 90))
+    assert not launched
+    found = run(None)
+    assert launched == ["hopper_forward_kernel", "hopper_query_kernel", *["hopper_key_kernel"] * (4 // groups)]
+    for name, a, b in zip(("O", "L", "dQ", "dK", "dV", "bound"), found, expected, strict=True):
+        assert torch.equal(a, b), name
+        assert a.any() or tokens == 1, name  # a single key less its mean is zero
+    assert [x.stride() for x in found[2:5]] == [x.stride() for x in expected[2:5]]
+
+
+def test_where_hopper_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One departure from what they are written for, and the kernels for any GPU run."""
+    monkeypatch.setattr(attention_hopper_triton, "hopper_obstacle", lambda arch: None)
+    v = torch.zeros(1, 2, 48, 128).bfloat16()
+    geometry = Geometry(2, 48, 128, 0.1, causal=True)
+    serves = attention_hopper_triton.serves
+    assert serves(v, geometry, 90) and serves(v[:, :1], geometry, 90)
+    starts = torch.tensor([0, 48])
+    for change in (
+        {"causal": False}, {"window": 5}, {"queries": 47}, {"head_size": 64}, {"kept": torch.ones(1, 48) > 0},
+        {"mask": torch.ones(1, 1, 48, 48) > 0}, {"starts_q": starts, "starts_k": starts},
+    ):  # fmt: skip
+        assert not serves(v, geometry._replace(**change), 90), change
+    assert not serves(v.half(), geometry, 90) and not serves(v[..., :64], geometry, 90)
+    q = torch.zeros(1, 2, 48, 128).bfloat16()
+    for rows in (NVFP4_ROWS, UNBIASED, NEAREST, ONE_PACKING, ONE_SCORE, FORWARD_ONLY):
+        views = attention._views(attention.pack_views(q, q, rows.plan.text, geometry, KEYS, True), rows.slots(True))
+        wanted = rows in (NVFP4_ROWS, UNBIASED)
+        assert attention_hopper_triton.serves_backward(views, rows) is wanted
+
+
+def test_why_hopper_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    obstacle = attention_hopper_triton.hopper_obstacle.__wrapped__
+    assert obstacle(90) is None and obstacle(80) == "they need compute capability 9.0, this is 8.0"
+    monkeypatch.setattr(attention_hopper_triton, "_NEEDED", ("warp_specialize", "warp_weaver"))
+    assert obstacle(90) == "the Gluon of this version of Triton has no warp_weaver"
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon.nvidia.hopper", None)
+    assert obstacle(90).startswith("this version of Triton has no Gluon that they can be written in (import of")

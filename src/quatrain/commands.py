@@ -248,6 +248,7 @@ def doctor(_: argparse.Namespace) -> None:
     import torch
 
     from quatrain.kernels import quantize_cpu
+    from quatrain.kernels.attention import attention_choice
     from quatrain.kernels.dispatch import choose
     from quatrain.kernels.matmul import matmul_backends
 
@@ -268,6 +269,8 @@ def doctor(_: argparse.Namespace) -> None:
             rows.append((str(device), f"capability {capability}", torch.cuda.get_device_name(device)))
         choice = choose(device, "auto", quantize_cpu.obstacle)
         rows += [(f"quantize on {device}", choice.backend, choice.reason), *matmul_backends(device)]
+        choice = attention_choice(device)
+        rows.append((f"attention on {device}", choice.backend, choice.reason))
     missing = [name for name in _TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
     rows.append(("[train] extra", "no" if missing else "yes", f"missing: {', '.join(missing)}" if missing else ""))
     print(_columns(rows))

@@ -13,10 +13,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from quatrain.formats import QTensor, QuantSpec
-from quatrain.kernels.attention_layout import Geometry, check_starts, empty_views, keep_tokens, key_means, pad_tokens
+from quatrain.kernels.attention_layout import (
+    Geometry,
+    check_starts,
+    empty_in_order,
+    empty_views,
+    in_orders,
+    keep_tokens,
+    key_means,
+    pad_tokens,
+    padded_tokens,
+)
 from quatrain.kernels.attention_math import Parts, Views, backward_reference, forward_reference
 from quatrain.kernels.attention_rows import AttentionRows, serves_both
-from quatrain.kernels.dispatch import BACKENDS, blackwell_obstacle, triton_obstacle
+from quatrain.kernels.dispatch import BACKENDS, Choice, blackwell_obstacle, triton_obstacle
 from quatrain.kernels.operands import quantize_both
 from quatrain.kernels.quantize import quantize_parts
 
@@ -70,7 +80,10 @@ def attention_backward(
     keys: Tensor | None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK and dV in v's dtype, and the bound of dS, fp32 [b, h]; shapes as in `backward_reference`."""
+    """dQ, dK and dV in v's dtype, laid out in `geometry.orders`, and the bound of dS, fp32 [b, h].
+
+    Shapes as in `backward_reference`.
+    """
     if torch.compiler.is_compiling() or isinstance(v, FakeTensor):
         return _backward_op(do, views, v, out, lse, rows, *geometry, keys, backend)
     return _backward(do, views, v, out, lse, AttentionRows.from_json(rows), geometry, keys, backend)
@@ -116,6 +129,19 @@ def choose_attention(
     return "reference" if obstacle is not None else ("blackwell" if native else "triton")
 
 
+def attention_choice(device: torch.device) -> Choice:
+    """The backend that "auto" takes on `device`, and which kernels that means; some inputs go to the reference."""
+    if choose_attention(device, "auto") == "reference":
+        return Choice("reference", "plain PyTorch operations")
+    from quatrain.kernels.attention_hopper_triton import hopper_obstacle
+    from quatrain.kernels.quantize_triton import architecture
+
+    obstacle = hopper_obstacle(architecture(device.index))
+    if obstacle is None:
+        return Choice("triton", "Triton kernels, Hopper's own where attention is causal with head size 128")
+    return Choice("triton", f"Triton kernels, those for any GPU: of Hopper's own, {obstacle}")
+
+
 def _pack_views(
     q: Tensor, k: Tensor, rows: AttentionRows, g: Geometry, keys: Tensor | None, for_backward: bool
 ) -> list[Tensor]:
@@ -123,12 +149,27 @@ def _pack_views(
         return empty_views(q, k, rows, g, for_backward)
     check_starts(g.starts_q, q.shape[2])
     check_starts(g.starts_k, k.shape[2])
-    k, amax = _smoothed(k, g) if rows.smooth else (pad_tokens(keep_tokens(k, g.kept), g.starts_k), None)
-    q = pad_tokens(q, g.starts_q)
-    query = _pack(q, rows.scores_query, rows.dkey_query, keys, (0, 5), rows, for_backward)
-    key = _pack(k, rows.scores_key, rows.dquery_key, keys, (1, 3), rows, for_backward, amax)
+    k, k_amax = _smoothed(k, g) if rows.smooth else (pad_tokens(keep_tokens(k, g.kept), g.starts_k), None)
+    q, q_amax = _dense(q, g) if rows.scores_query is not None else (pad_tokens(q, g.starts_q), None)
+    query = _pack(q, rows.scores_query, rows.dkey_query, keys, (0, 5), rows, for_backward, q_amax)
+    key = _pack(k, rows.scores_key, rows.dquery_key, keys, (1, 3), rows, for_backward, k_amax)
     slots = [*query[0], *key[0], *key[1], *query[1]]
     return [slots[i] for i in rows.slots(for_backward)]  # type: ignore[misc]
+
+
+def _dense(q: Tensor, g: Geometry) -> tuple[Tensor, Tensor | None]:
+    """Queries padded, and their largest magnitude where a kernel that had to copy them has found it."""
+    copied = not q.is_contiguous() or q.shape[2] != padded_tokens(q.shape[2], g.starts_q)
+    if copied and _has_kernels(q, g.starts_q):
+        from quatrain.kernels.attention_views_triton import dense_rows
+
+        return dense_rows(q)
+    return pad_tokens(q, g.starts_q), None
+
+
+def _has_kernels(x: Tensor, starts: Tensor | None) -> bool:
+    """Whether `attention_views_triton` serves x, a batch or packed sequences."""
+    return starts is None and x.is_cuda and x.dtype != torch.float64 and triton_obstacle(x.device) is None
 
 
 def _smoothed(k: Tensor, g: Geometry) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +177,7 @@ def _smoothed(k: Tensor, g: Geometry) -> tuple[Tensor, Tensor | None]:
 
     Exact for gradients too: what is subtracted shifts a row of S, and rows of dS sum to zero.
     """
-    if g.starts_k is None and k.is_cuda and k.dtype != torch.float64 and triton_obstacle(k.device) is None:
+    if _has_kernels(k, g.starts_k):
         from quatrain.kernels.attention_views_triton import center_keys
 
         return center_keys(k, g)
@@ -215,7 +256,8 @@ def _backward(
             from quatrain.kernels import attention_triton
 
             return attention_triton.backward(do, views, v, out, lse, rows, g, keys, native=chosen == "blackwell")
-        return backward_reference(do, views, v, out, lse, rows, g, keys)
+        *gradients, bound = backward_reference(do, views, v, out, lse, rows, g, keys)
+        return *in_orders(gradients, g.orders), bound
 
 
 def _views(tensors: list[Tensor], slots: tuple[int, ...]) -> Views:
@@ -234,15 +276,19 @@ def _empty_forward(v: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
 
 def _empty_backward(v: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, groups, length, _ = v.shape
-    dq = v.new_empty(batch, g.heads, g.queries, g.head_size)
-    bound = v.new_empty(batch, g.heads, dtype=torch.float32)
-    return dq, v.new_empty(batch, groups, length, g.head_size), v.new_empty(v.shape), bound
+    shapes = (
+        (batch, g.heads, g.queries, g.head_size),
+        (batch, groups, length, g.head_size),
+        (batch, groups, length, v.shape[3]),
+    )
+    dq, dk, dv = (empty_in_order(v, shape, g.orders, i, v.dtype) for i, shape in enumerate(shapes))
+    return dq, dk, dv, v.new_empty(batch, g.heads, dtype=torch.float32)
 
 
 # The fields of Geometry, as operations take them.
 _GEOMETRY = (
     "SymInt heads, SymInt queries, SymInt head_size, float scale, bool causal, bool bottom_right, SymInt window, "
-    "Tensor? kept, Tensor? mask, Tensor? starts_q, Tensor? starts_k"
+    "int[] orders, Tensor? kept, Tensor? mask, Tensor? starts_q, Tensor? starts_k"
 )
 
 
@@ -295,8 +341,9 @@ def _backward_op(
     do: Tensor, tensors: list[Tensor], v: Tensor, out: Tensor, lse: Tensor, rows: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *geometry, keys, backend = rest
-    found = _backward(do, tensors, v, out, lse, AttentionRows.from_json(rows), Geometry(*geometry), keys, backend)
-    return found[0].contiguous(), found[1].contiguous(), found[2].contiguous(), found[3]
+    g = Geometry(*geometry)
+    *gradients, bound = _backward(do, tensors, v, out, lse, AttentionRows.from_json(rows), g, keys, backend)
+    return *in_orders(gradients, g.orders), bound
 
 
 @_backward_op.register_fake

@@ -58,13 +58,14 @@ def norms_kernel(v_ptr, kept_ptr, out_ptr, groups, keys, v_b, v_h, v_t, E: tl.co
 
 @triton.jit
 def delta_kernel(
-    do_ptr, out_ptr, lse_ptr, norms_ptr, base_ptr, delta_ptr, bound_ptr, heads, groups, queries, do_b, do_h, do_t,
-    o_b, o_h, o_t,
+    do_ptr, out_ptr, lse_ptr, norms_ptr, base_ptr, delta_ptr, bound_ptr, heads, groups, queries, wide, do_b, do_h,
+    do_t, o_b, o_h, o_t,
     E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO O), and the bound of a head's dS: max over rows of norm(dO) max norm(V) + abs(delta).
 
     base: what is added to scores in units of log2 so that exp2 gives P: -L, and -inf for a query that sees nothing.
+    Rows of base and delta are `wide`, with -inf and 0 beyond the last query.
     """
     head = tl.program_id(1)
     batch, inner = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
@@ -73,13 +74,13 @@ def delta_kernel(
     out = load_tile(out_ptr + batch * o_b + inner * o_h, first, queries, o_t, E, ROWS, BE, False)
     delta = tl.sum(widen(do, ARCH) * widen(out, ARCH), 1)
     row = first + tl.arange(0, ROWS)
-    at = head.to(tl.int64) * queries + row
-    lse = tl.load(lse_ptr + at, mask=row < queries, other=0.0)
-    tl.store(base_ptr + at, tl.where(lse == float("-inf"), lse, lse * -LOG2E), mask=row < queries)
-    tl.store(delta_ptr + at, delta, mask=row < queries)
-    wide = widen(do, ARCH).to(tl.float64)
+    lse = tl.load(lse_ptr + head.to(tl.int64) * queries + row, mask=row < queries, other=float("-inf"))
+    at = head.to(tl.int64) * wide + row
+    tl.store(base_ptr + at, tl.where(lse == float("-inf"), lse, lse * -LOG2E), mask=row < wide)
+    tl.store(delta_ptr + at, delta, mask=row < wide)
+    exact = widen(do, ARCH).to(tl.float64)
     norm = tl.load(norms_ptr + head // heads * groups + head % heads // (heads // groups)).to(tl.float32, bitcast=True)
-    each = tl.sqrt(tl.sum(wide * wide, 1)) * norm.to(tl.float64) + tl.abs(delta).to(tl.float64)
+    each = tl.sqrt(tl.sum(exact * exact, 1)) * norm.to(tl.float64) + tl.abs(delta).to(tl.float64)
     bits = each.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(bound_ptr + head, tl.max(bits, 0))
 

@@ -185,6 +185,14 @@ def _signed_pairs(rounded, twice, like):
 
 
 @triton.jit
+def ds_scale(top, ideal_factor, Q: tl.constexpr, ARCH: tl.constexpr):
+    """Block scales (fp32 values of E4M3) of blocks whose largest magnitudes are `top`."""
+    ideal = top * ideal_factor if Q[0] else tl.div_rn(top, Q[2]) * ideal_factor
+    ideal = tl.minimum(ideal, 448.0)
+    return _e4m3_up(ideal, ARCH) if Q[1] else _e4m3_nearest(ideal, ARCH)
+
+
+@triton.jit
 def quantize_ds(ds, start, middle, pair, ideal_factor, decode, Q: tl.constexpr, DTYPE: tl.constexpr,
                 ARCH: tl.constexpr):  # fmt: skip
     """dS [M, N] as code x block scale in DTYPE; arguments as of `rounded_ds`."""
@@ -201,10 +209,7 @@ def rounded_ds(ds, start, middle, pair, ideal_factor, decode, Q: tl.constexpr, A
     M: tl.constexpr = ds.shape[0]
     N: tl.constexpr = ds.shape[1]
     x = tl.reshape(ds, [M, N // 16, 16])
-    top = tl.max(tl.abs(x), axis=2, keep_dims=True)
-    ideal = top * ideal_factor if Q[0] else tl.div_rn(top, Q[2]) * ideal_factor
-    ideal = tl.minimum(ideal, 448.0)
-    scale = _e4m3_up(ideal, ARCH) if Q[1] else _e4m3_nearest(ideal, ARCH)
+    scale = ds_scale(tl.max(tl.abs(x), axis=2, keep_dims=True), ideal_factor, Q, ARCH)
     scaled = tl.abs(x) * multiplier(scale, decode, True, ARCH)
     if not Q[1]:  # below a scale that was rounded up 6 is exceeded by an ulp at most
         scaled = tl.minimum(scaled, 6.0)

@@ -30,6 +30,8 @@ class Geometry(NamedTuple):
         bottom_right: offset = keys - queries (the last query sees the last key), in place of 0.
         window: 0 for none. Causal: a query sees the last `window` keys up to its own position; else those at most
             `window` positions away.
+        orders: of batch, heads and tokens in the memory of q, k and v (`memory_orders`), in which dQ, dK and dV are
+            laid out; () for 0, 1, 2 of each.
         kept: bool [batch, keys], False for padding; such keys and values count as zero.
         mask: bool [batch, 1 or heads, queries, keys], True where a query sees a key; excludes the other rules.
         starts_q, starts_k: int [sequences + 1], where packed sequences begin in q, and in k and v (batch 1).
@@ -42,10 +44,44 @@ class Geometry(NamedTuple):
     causal: bool = False
     bottom_right: bool = False
     window: int = 0
+    orders: tuple[int, ...] = ()
     kept: Tensor | None = None
     mask: Tensor | None = None
     starts_q: Tensor | None = None
     starts_k: Tensor | None = None
+
+
+def memory_orders(*tensors: Tensor) -> tuple[int, ...]:
+    """Dimensions 0, 1 and 2 of each tensor [b, h, t, d] by stride, the widest first: what `Geometry.orders` holds."""
+    found: list[int] = []
+    for x in tensors:
+        order: list[int] = []
+        for i in range(3):  # a compiler, whose strides may be symbols, cannot trace a sort
+            order.insert(len([j for j in order if x.stride(j) >= x.stride(i)]), i)
+        found += order
+    return tuple(found)
+
+
+def empty_in_order(
+    like: Tensor, shape: tuple[int, ...], orders: tuple[int, ...], place: int, dtype: torch.dtype
+) -> Tensor:
+    """Uninitialised [b, h, t, d] that lies as q (place 0), k (1) or v (2) does, d innermost and dense.
+
+    A gradient that lies as its tensor does is taken as it is, where autograd would copy another.
+    """
+    order = orders[3 * place : 3 * place + 3] or (0, 1, 2)
+    out = like.new_empty(*(shape[i] for i in order), shape[3], dtype=dtype)
+    return out.permute(*(order.index(i) for i in range(3)), 3)
+
+
+def in_orders(gradients: list[Tensor], orders: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV, copied where they do not lie as `empty_in_order` gives them."""
+    found = []
+    for place, x in enumerate(gradients):
+        order = orders[3 * place : 3 * place + 3] or (0, 1, 2)
+        dense = x.permute(*order, 3).contiguous()
+        found.append(dense.permute(*(order.index(i) for i in range(3)), 3))
+    return found[0], found[1], found[2]
 
 
 class Sequence(NamedTuple):

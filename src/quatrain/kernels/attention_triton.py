@@ -1,7 +1,7 @@
 """Triton twin of attention, host side: operands decoded for BF16 products, which kernel runs, on which grid.
 
 No [queries, keys] tensor is ever in memory. Besides its results a pass holds decoded copies of Q and K: two in
-forward, three at once in backward, where dK is written over the copy of K.
+forward, three at once in backward, where dK is written over the copy of K if that lies as dK is to lie.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quatrain.formats import QTensor, QuantSpec
 from quatrain.kernels import attention_backward_triton as kernels
+from quatrain.kernels import attention_hopper_triton as hopper
 from quatrain.kernels.attention_forward_triton import forward_kernel
-from quatrain.kernels.attention_layout import Geometry, padded_tokens
+from quatrain.kernels.attention_layout import BLOCK, Geometry, empty_in_order, memory_orders, padded_tokens
 from quatrain.kernels.attention_math import Parts, Views
 from quatrain.kernels.attention_rows import ATTENTION_OPERANDS, AttentionRows
 from quatrain.kernels.attention_tiles import NATIVE_SIZE, Tile, Tuning, tuning_for
@@ -85,13 +86,17 @@ def forward(
     tile = (tuning or tuning_for(max(g.head_size, e), arch, native)).forward
     sources = (query.values, key.values, v)
     tma = not native and _descriptors_serve(sources, g, arch)
+    factors = (query.constant, key.constant, g.scale)
+    if tma and tuning is None and hopper.serves(v, g, arch):
+        hopper.launch_forward(sources, (query.amax, key.amax), (out, lse), g, factors)
+        return out, lse
     mask, others = _masks(g, v)
     launch(
         forward_kernel, (ceil_div(g.queries, tile.rows), b * g.heads, _sequences(g)),
         *_sources(sources, (tile.rows, tile.columns, tile.columns), tma), query.scales, key.scales, out, lse,
         query.amax, key.amax, *others,
         *_sizes(g, v, query, key), *v.stride()[:3], *out.stride()[:3], *_mask_strides(mask, g),
-        (query.constant, key.constant, g.scale), g.head_size, e, _rules(g), tile.rows, tile.columns,
+        factors, g.head_size, e, _rules(g), tile.rows, tile.columns,
         _wide(g.head_size, native), _wide(e), tile.stages, tma, arch, num_warps=tile.warps,
         maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
@@ -111,14 +116,17 @@ def backward(
     native: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`backward_reference`, flash style; the same for the same keys, whatever the order of programs."""
-    g = geometry
+    g, arch = geometry, architecture(v.device.index)
     b, groups, length, e = v.shape
     v, do = _adjacent(v), _adjacent(do)
-    tiles = tuning or tuning_for(max(g.head_size, e), architecture(v.device.index), native)
-    base, delta, bound = _delta(do, v, out, lse, g)
-    query, key = _score_operands(views, rows, g, v, groups, native)
-    walk = _Walk(do, v, base, delta, bound, query, key, rows, g, keys)
-    dq = v.new_empty(b, g.heads, g.queries, g.head_size)
+    tiles = tuning or tuning_for(max(g.head_size, e), arch, native)
+    plain = (parts[0] for parts in (views.query, views.key) if parts[1] is None)
+    special = tuning is None and not native and hopper.serves(v, g, arch) and hopper.serves_backward(views, rows)
+    special = special and _descriptors_serve((v, do, *plain), g, arch)
+    query, key = _score_operands(views, rows, g, v, groups, native, special)
+    numbers, bound = _delta(do, v, out, lse, g, ceil_div(g.queries, hopper.PADDED) * hopper.PADDED if special else 0)
+    walk = _Walk(do, v, numbers, bound, query, key, rows, g, keys, special)
+    dq = empty_in_order(v, (b, g.heads, g.queries, g.head_size), g.orders, 0, v.dtype)
     packed = native and rows.dquery_grad is not None
     walk.run(_tokenwise(views.key_tokens, rows.dquery_key, key, v.dtype, packed), (dq,), tiles.query)
     packed = native and rows.dkey_grad is not None
@@ -132,13 +140,13 @@ def backward(
 def _key_outputs(g: Geometry, v: Tensor, key: Operand) -> tuple[Tensor, Tensor]:
     """Where dK and dV go: their own dtype, fp32 where heads of a group are summed."""
     b, groups, length, e = v.shape
-    if groups < g.heads:
-        dk, dv = (v.new_empty(b, groups, length, n, dtype=torch.float32) for n in (g.head_size, e))
-        return dk, dv
+    dtype = v.dtype if groups == g.heads else torch.float32
+    dv = empty_in_order(v, (b, groups, length, e), g.orders, 2, dtype)
     # No other program reads the keys whose dK it writes, and dQ is finished.
-    own = key.decoded and g.starts_k is None and key.values.shape[3] == g.head_size
-    dk = key.values[:, :, :length] if own else v.new_empty(b, groups, length, g.head_size)
-    return dk, torch.empty_like(v, memory_format=torch.contiguous_format)
+    own = key.decoded and g.starts_k is None and key.values.shape[2:] == (length, g.head_size)
+    if own and groups == g.heads and memory_orders(key.values) == tuple(g.orders[3:6] or (0, 1, 2)):
+        return key.values, dv
+    return empty_in_order(v, (b, groups, length, g.head_size), g.orders, 1, dtype), dv
 
 
 class _Walk(NamedTuple):
@@ -146,14 +154,14 @@ class _Walk(NamedTuple):
 
     do: Tensor
     v: Tensor
-    base: Tensor
-    delta: Tensor
+    numbers: Tensor  # base and delta
     bound: Tensor
     query: Operand
     key: Operand
     rows: AttentionRows
     g: Geometry
     keys: Tensor | None
+    special: bool  # whether Hopper's own kernels run
 
     def run(self, other: Operand, outputs: tuple[Tensor, ...], tile: Tile, turn: int = 0) -> None:
         """Launch the kernel for dQ, or that for dK and dV with one head of each group."""
@@ -165,6 +173,15 @@ class _Walk(NamedTuple):
         if spec is not None and spec.stochastic and random is None:
             raise ValueError("stochastic rounding of dS needs a key, received none; pass seed and offset")
         sources = (self.query.values, self.key.values, other.values, v, self.do)
+        factors = (self.query.constant, self.key.constant, g.scale, other.constant)
+        if self.special and random is not None:
+            maxima = (self.bound, self.query.amax, self.key.amax, other.amax, random.contiguous())
+            padded, constants = padded_tokens(g.queries, None), (factors, _constants(spec))
+            if of_queries:
+                hopper.launch_query(sources, self.numbers, maxima, outputs[0], g, padded, constants)
+            else:
+                hopper.launch_key(sources, self.numbers, maxima, outputs, g, padded, constants, turn)
+            return
         native = self.key.scales is not None
         tma = not native and _descriptors_serve(sources, g, arch)
         tokens = (tile.rows, tile.columns) if of_queries else (tile.columns, tile.rows)
@@ -176,24 +193,28 @@ class _Walk(NamedTuple):
             if of_queries
             else (ceil_div(length, tile.rows), b * groups, sequences),
             *_sources(sources, (*tokens, tile.columns, tokens[1], tokens[0]), tma),
-            self.query.scales, self.key.scales, other.scales, self.base, self.delta, self.bound,
+            self.query.scales, self.key.scales, other.scales, *self.numbers, self.bound,
             self.query.amax, self.key.amax, other.amax, v if random is None else random.contiguous(), *outputs,
             *others, *(() if of_queries else (turn,)), *_sizes(g, v, self.query, self.key), other.stride,
             *v.stride()[:3], *self.do.stride()[:3], *(n for x in outputs for n in x.stride()[:3]),
-            *_mask_strides(mask, g), (self.query.constant, self.key.constant, g.scale, other.constant), g.head_size, e,
-            _rules(g), _constants(spec), other.tokens, tile.rows, tile.columns, _wide(g.head_size, native), _wide(e),
+            *_mask_strides(mask, g), factors, g.head_size, e, _rules(g), _constants(spec), other.tokens, tile.rows,
+            tile.columns, _wide(g.head_size, native), _wide(e),
             tile.stages, tma, arch, tile.hold if of_queries else turn > 0, num_warps=tile.warps,
             maxnreg=tile.registers, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _delta(do: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """-L in units of log2 and rowsum(dO O), fp32 [b, h, q], and the bound of dS, fp32 [b, h]."""
+def _delta(do: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Geometry, wide: int) -> tuple[Tensor, Tensor]:
+    """-L in units of log2 and rowsum(dO O), fp32 [2, b, h, q], and the bound of dS, fp32 [b, h].
+
+    wide: length of the rows of both, with -inf and 0 beyond the queries; 0 for q.
+    """
     b, groups, keys, e = v.shape
     arch = architecture(v.device.index)
     found = torch.zeros(b * groups + b * g.heads, dtype=torch.int32, device=v.device)
     norms, bound = found[: b * groups], found[b * groups :]
-    delta, base = torch.empty_like(lse), torch.empty_like(lse)
+    wide = wide or g.queries
+    numbers = lse.new_empty(2, b, g.heads, wide)
     rows = 16 if arch == 0 else 64
     kept = v if g.kept is None else g.kept.contiguous().view(torch.uint8)
     launch(
@@ -201,17 +222,18 @@ def _delta(do: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Geometry) -> tupl
         g.kept is not None, rows, _wide(e), arch, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     launch(
-        kernels.delta_kernel, (ceil_div(g.queries, rows), b * g.heads), do, out, lse, norms, base, delta, bound,
-        g.heads, groups, g.queries, *do.stride()[:3], *out.stride()[:3], e, rows, _wide(e), arch, num_warps=4,
+        kernels.delta_kernel, (ceil_div(g.queries, rows), b * g.heads), do, out, lse, norms, *numbers, bound,
+        g.heads, groups, g.queries, wide, *do.stride()[:3], *out.stride()[:3], e, rows, _wide(e), arch, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return base, delta, bound.view(torch.float32).view(b, g.heads)
+    return numbers, bound.view(torch.float32).view(b, g.heads)
 
 
 def _score_operands(
-    views: Views, rows: AttentionRows, g: Geometry, v: Tensor, groups: int, native: bool
+    views: Views, rows: AttentionRows, g: Geometry, v: Tensor, groups: int, native: bool, special: bool = False
 ) -> tuple[Operand, Operand]:
-    """Q and K as S reads them."""
+    """Q and K as S reads them; special: K laid out as k is where dK can be written over it (descriptors find it)."""
+    turned = special and groups == g.heads and tuple(g.orders[3:6]) == (0, 2, 1) and v.shape[2] % BLOCK == 0
     found = []
     for parts, spec, heads in ((views.query, rows.scores_query, g.heads), (views.key, rows.scores_key, groups)):
         codes, scales, amax = parts
@@ -222,8 +244,13 @@ def _score_operands(
             found.append(_packed(parts, spec, False))
             continue
         shape = torch.Size((codes.shape[0], g.head_size))
-        values = _decoded(QTensor(codes, scales, amax, shape, spec), v.dtype)
-        values = values.view(v.shape[0], heads, -1, values.shape[1])
+        q = QTensor(codes, scales, amax, shape, spec)
+        if turned and parts is views.key:
+            values = _decoded(q, v.dtype, (heads, v.shape[2]))
+            values = values.view(v.shape[0], -1, heads, values.shape[1]).transpose(1, 2)
+        else:
+            values = _decoded(q, v.dtype)
+            values = values.view(v.shape[0], heads, -1, values.shape[1])
         found.append(Operand(values, False, values.stride(2), amax, spec.constant, True))
     return found[0], found[1]
 
@@ -251,11 +278,17 @@ def _tokenwise(parts: Parts | None, spec: QuantSpec | None, row: Operand, dtype:
     return Operand(values, True, values.stride(0), amax, spec.constant, True)
 
 
-def _decoded(q: QTensor, dtype: torch.dtype) -> Tensor:
-    """Code x block scale [rows, whole blocks], exact in BF16 and FP16."""
+def _decoded(q: QTensor, dtype: torch.dtype, turned: tuple[int, int] | None = None) -> Tensor:
+    """Code x block scale [rows, whole blocks], exact in BF16 and FP16.
+
+    turned: heads and tokens of the rows, which then come in the order of [b, tokens, heads].
+    """
     if q.codes.is_cuda:
-        return decode(q.codes, q.scales, q.spec).to(dtype)
-    return q.block_values(dtype)  # Triton's interpreter would take minutes
+        return decode(q.codes, q.scales, q.spec, torch.bfloat16, *(turned or (0, 0))).to(dtype)
+    values = q.block_values(dtype)  # Triton's interpreter would take minutes
+    if turned is None:
+        return values
+    return values.view(-1, *turned, values.shape[1]).transpose(1, 2).reshape(values.shape)
 
 
 def _descriptors_serve(sources: tuple[Tensor, ...], g: Geometry, arch: int) -> bool:

@@ -127,12 +127,14 @@ def _scale_value(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    codes_ptr, scales_ptr, out_ptr, rows, octets, blocks, groups, FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_OCTETS: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ROWS: tl.constexpr, OCTETS: tl.constexpr,
+    codes_ptr, scales_ptr, out_ptr, rows, octets, blocks, groups, heads, tokens, FORMAT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OCTETS: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ROWS: tl.constexpr,
+    OCTETS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A tile [ROWS, OCTETS] of codes [rows, octets] and scales [rows / BLOCK_ROWS, blocks]; an octet for each thread.
 
     All loads come before the first store, so that they are under way together.
+    SIZE: a row holds whole tokens of [b, heads, tokens, 8 SIZE], which are written as [b, tokens, heads, 8 SIZE]; or 0.
     """
     first = tl.zeros([1, 1], tl.int32) + tl.program_id(0) // groups * ROWS
     octet = (tl.program_id(0) % groups * OCTETS + tl.arange(0, OCTETS))[None, :]
@@ -150,6 +152,13 @@ def decode_kernel(
         values = e2m1_values(part[0]) if len(part) == 2 else e4m3_values(part[0]) + e4m3_values(part[1])
         inside = (row < rows) & (octet < octets)
         place = row.to(tl.int64) * octets + octet
+        if SIZE > 0:
+            token = row * (octets // SIZE)
+            head = token // tokens
+            token += octet // SIZE - head * tokens
+            batch = head // heads
+            line = (batch.to(tl.int64) * tokens + token) * heads + (head - batch * heads)
+            place = line * SIZE + octet % SIZE
         if out_ptr.dtype.element_ty == tl.float32:
             store_all(out_ptr, place * 8, inside, scaled(values, scale), MASK)
         else:
@@ -166,7 +175,9 @@ def scaled(values, scale):
     return out
 
 
-def decode(codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def decode(
+    codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = torch.bfloat16, heads: int = 0, tokens: int = 0
+) -> Tensor:
     """Code x block scale, the bits of `QTensor.block_values(dtype)`.
 
     Args:
@@ -174,6 +185,8 @@ def decode(codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = 
         scales: [R / b, K / b'] for blocks of b x b'.
         spec: how they were made.
         dtype: of the result, bfloat16 or float32.
+        heads, tokens: rows are those of [b, heads, tokens], tokens a multiple of 16, and are written in the order of
+            [b, tokens, heads] (NVFP4, K a power of two up to 1,024); 0 for rows as they are.
 
     Returns:
         [R, K].
@@ -197,11 +210,11 @@ def decode(codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = 
         if block_rows == 1 and length < _WIDTH and out.numel() % _WIDTH == 0 and _WIDTH % block_columns == 0:
             # Narrow matrices would leave most threads idle; blocks within rows know no row ends.
             codes, scales, shown = (x.view(out.numel() // _WIDTH, -1) for x in (codes, scales, out))
-        _launch(codes, scales, shown, spec)
+        _launch(codes, scales, shown, spec, (heads, tokens, length // 8 if heads else 0))
     return out
 
 
-def _launch(codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec) -> None:
+def _launch(codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec, moved: tuple[int, int, int]) -> None:
     (rows, length), (block_rows, block_columns) = out.shape, spec.block_shape
     octets = length // 8
     tile = min(_OCTETS, next_power_of_2(octets))
@@ -210,6 +223,6 @@ def _launch(codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec) -> None
         decode_kernel, (ceil_div(rows, _ROWS) * groups,), codes.view(torch.int32),
         scales if spec.format == "fp8" else scales.view(torch.uint8),
         out.view(torch.int32) if out.dtype == torch.bfloat16 else out, rows, octets, length // block_columns, groups,
-        spec.format, block_rows, block_columns // 8, bool(rows % _ROWS or octets % tile),
-        architecture(out.device.index), _ROWS, tile, num_warps=max(1, tile // 32), enable_fp_fusion=False,
+        *moved[:2], spec.format, block_rows, block_columns // 8, bool(rows % _ROWS or octets % tile),
+        architecture(out.device.index), _ROWS, tile, moved[2], num_warps=max(1, tile // 32), enable_fp_fusion=False,
     )  # fmt: skip

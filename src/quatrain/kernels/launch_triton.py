@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -23,6 +22,9 @@ def ceil_div(n: int, d: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, for n >= 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+_PLAIN = frozenset((int, float, bool, tuple, type(None)))  # what stands for itself
 
 
 class _Plan:
@@ -49,7 +51,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if device.type != "cuda" or not isinstance(kernel, triton.runtime.JITFunction):
         kernel[grid](*arguments, **options)  # the interpreter, on CPU tensors
         return
-    facts = [_fact(a) for a in arguments]
+    facts = [a if type(a) in _PLAIN else _fact(a) for a in arguments]
     plan = _plan((id(kernel), device.index, *facts, *options.items()))
     if device.index == torch.cuda.current_device():
         _run(plan, kernel, grid, arguments, options)
@@ -62,7 +64,7 @@ def _fact(argument: Any) -> Any:
     """What a compiled kernel depends on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, TensorDescriptor):
+    if type(argument).__name__ == "TensorDescriptor":  # Triton's or Gluon's, whose layout its block implies
         return argument.base.dtype, *argument.block_shape
     return argument
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quatrain.kernels.attention import attention_backward, attention_forward, choose_attention, pack_views
-from quatrain.kernels.attention_layout import Geometry
+from quatrain.kernels.attention_layout import Geometry, memory_orders
 from quatrain.kernels.attention_rows import AttentionRows, RowsPlan
 from quatrain.kernels.rounding import make_key
 from quatrain.nn.state import compute_dtype, maxima_row, note_maxima
@@ -89,9 +89,10 @@ def quantized_attention(
     k = k.view_as(k) if k is q else k
     if cu_seqlens_k is not None and cu_seqlens_k is cu_seqlens_q:
         cu_seqlens_k = cu_seqlens_k.view_as(cu_seqlens_k)
-    geometry = Geometry(q.shape[1], q.shape[2], q.shape[3], scale, is_causal, bottom_right, window or 0)
+    orders = memory_orders(q, k, v)
+    geometry = Geometry(q.shape[1], q.shape[2], q.shape[3], scale, is_causal, bottom_right, window or 0, orders)
     out, maxima = _AttentionFunction.apply(
-        q, k, v, key_padding, mask, cu_seqlens_q, cu_seqlens_k, keys, seen, geometry[:7], plan.text,
+        q, k, v, key_padding, mask, cu_seqlens_q, cu_seqlens_k, keys, seen, geometry[:8], plan.text,
         plan.slots[training], plan.grads, training, backend,
     )  # fmt: skip
     if seen is not None and not q.is_meta:
@@ -158,7 +159,7 @@ def _check_masks(
         )
     if mask is not None:
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        fits = mask.dim() == 4 and all(n in (1, size) for n, size in zip(mask.shape, full, strict=True))
+        fits = mask.dim() == 4 and all(n == 1 or n == size for n, size in zip(mask.shape, full, strict=True))
         if mask.dtype != torch.bool or not fits:
             raise ValueError(
                 f"mask must be bool and broadcast to {full}, True where a query sees a key, received {mask.dtype} "
@@ -210,9 +211,10 @@ class _AttentionFunction(torch.autograd.Function):
         ctx.keys = None if compiling else keys
         ctx.save_for_backward(keys if compiling else None, v, out, lse, kept, mask, starts_q, starts_k, *views)
         ctx.numbers, ctx.rows, ctx.grads, ctx.backend, ctx.seen = numbers, rows, grads, backend, seen
-        # Slots 2, 5, 8 and 11 are the maxima of Q, K, K along tokens and Q along tokens.
-        zero, amax = torch.zeros(1, device=v.device), dict(zip(slots, views, strict=True))
-        maxima = maxima_row(zero, {0: amax.get(2), 1: amax.get(5), 3: amax.get(8), 5: amax.get(11)})
+        maxima = lse.new_empty(0)  # nobody asks
+        if seen is not None:  # slots 2, 5, 8 and 11 are the maxima of Q, K, K along tokens and Q along tokens
+            zero, amax = torch.zeros(1, device=v.device), dict(zip(slots, views, strict=True))
+            maxima = maxima_row(zero, {0: amax.get(2), 1: amax.get(5), 3: amax.get(8), 5: amax.get(11)})
         ctx.mark_non_differentiable(maxima)
         return out, maxima
 
