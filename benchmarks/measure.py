@@ -34,6 +34,8 @@ BARS: dict[str, tuple[str, float, float | None]] = {  # key: (direction, bar, st
     "linear_4096_vs_bf16": ("at most", 1.20, 1.12),
     "linear_14336_vs_bf16": ("at most", 1.15, 1.08),
     "linear_saved_bytes": ("at most", 0.60, 0.5625),
+    "lora_svd_linear_vs_plain": ("at most", 1.15, None),
+    "lora_svd_saved_bytes": ("at most", 0.5938, None),
     "model_1b_step_vs_bf16": ("at most", 1.25, 1.12),
     "model_1b_peak_memory_vs_bf16": ("at most", 0.85, None),
     "hybrid_90m_tokens_per_s": ("at least", 200_000, 260_000),

@@ -31,6 +31,7 @@ from quatrain.kernels import (
     attention_views_triton,
     blocks_triton,
     decode_triton,
+    lowrank_triton,
     matmul_triton,
     nvfp4_triton,
     quantize_triton,
@@ -51,13 +52,13 @@ TYPES = {
     torch.int32: "*i32", torch.float64: "*fp64", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 MODULES = (
-    nvfp4_triton, blocks_triton, decode_triton, matmul_triton, adamw_triton, products, around, attention_triton,
-    attention_backward_triton, attention_views_triton, attention_hopper_forward_triton,
+    nvfp4_triton, blocks_triton, decode_triton, lowrank_triton, matmul_triton, adamw_triton, products, around,
+    attention_triton, attention_backward_triton, attention_views_triton, attention_hopper_forward_triton,
     attention_hopper_backward_triton,
 )  # fmt: skip
 HOSTS = (
-    quantize_triton, blocks_triton, decode_triton, adamw_triton, around, newton_schulz, attention_triton,
-    attention_views_triton,
+    quantize_triton, blocks_triton, decode_triton, lowrank_triton, adamw_triton, around, newton_schulz,
+    attention_triton, attention_views_triton,
 )  # fmt: skip
 SCALED = r"tcgen05\.mma\.\S*kind::mxf4nvf4\.block_scale|mma\.sync\.\S*kind::mxf4nvf4\.block_scale"
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -147,6 +148,26 @@ def launch_attention(native: bool = False, tuning: Tuning | None = None, groups:
     attention_triton.backward(q, views, k, out, lse, rows, geometry, keys, tuning, native)
 
 
+def launch_lowrank(drawn_too: bool) -> None:
+    """A linear's branch of rank 32: X packed along its columns and, as it takes longest, not always dY both ways."""
+    spec = qt.QuantSpec
+    x, key, amax = torch.zeros(256, 1024).bfloat16(), make_key(1, 2, torch.device("cpu")), torch.ones(2)
+    rht, both = spec(transform="hadamard"), spec(rounding="stochastic", transform="hadamard")
+    u, basis, wide = (
+        torch.zeros(256, 64).bfloat16(),
+        torch.zeros(32, 1024).bfloat16(),
+        torch.zeros(256, 1088).bfloat16(),
+    )
+    packed = torch.zeros(1024, 128, dtype=torch.uint8), torch.zeros(1024, 16, dtype=torch.float8_e4m3fn)
+    one = (amax[:1], 2688.0)
+    lowrank_triton.projected_amaxes(x, u[:, 32:], basis, rht)
+    lowrank_triton.quantize_projected(x, u[:, 32:], basis, (spec(), rht), (None, None), wide, packed, amax)
+    if drawn_too:
+        drawn = spec(rounding="stochastic")
+        lowrank_triton.quantize_projected(x, u[:, 32:], basis, (drawn, both), (key, key), wide, (wide, None), amax)
+    lowrank_triton.place_narrow(u[:, :32], 1.0, wide[:, :32], (one, one), (wide[:, 32:64], both, one, one))
+
+
 def launch_all() -> None:
     """Every host function with the specs that recipes use."""
     spec = qt.QuantSpec
@@ -187,6 +208,7 @@ def launches_for(arch: int, launches: list[tuple[Any, tuple[Any, ...], dict[str,
     for module in HOSTS:
         module.architecture = lambda device: arch  # type: ignore[attr-defined]
     launch_all()
+    launch_lowrank(arch == 90)
     launch_attention(tuning=tuning_for(128, arch))
     same = ["norms_kernel", "delta_kernel"]
     if arch >= 100:

@@ -146,6 +146,18 @@ def test_gpu_linear_runs_small(tmp_path, on_cpu):
     assert 0 < rows["linear_4096_vs_bf16"]["gradient_errors"]["weight"] < 0.3
 
 
+def test_gpu_lowrank_runs_small(tmp_path, on_cpu):
+    script = load("gpu_lowrank", on_cpu)
+    argv = ["gpu_lowrank.py", "--out", str(tmp_path), "--tokens", "64", "--shrink", "32", "--commit", "abc"]
+    on_cpu.setattr(sys, "argv", argv)
+    script.main()
+    record, rows = json.loads((tmp_path / "gpu_lowrank.json").read_text()), by_key(tmp_path / "gpu_lowrank.json")
+    assert record["failed"] == {} and rows["lora_svd_linear_vs_plain"]["bar"] == 1.15
+    assert rows["lora_svd_saved_bytes"]["ours"] == pytest.approx(0.5625 + 2 * 32 / 128, abs=0.01)
+    errors = rows["lora_svd_linear_vs_plain"]["gradient_errors"]
+    assert errors["left"] < 0.02 < errors["right"] < 0.2 and rows["lora_svd_realign_ms"]["ours"] > 0
+
+
 def test_gpu_model_trains_both_and_compares(on_cpu):
     script = load("gpu_model", on_cpu)
     runs = {name: script.train(name, script.TINY, 3, 1, None) for name in ("bf16-eager", "nvfp4-eager")}
@@ -238,6 +250,19 @@ def test_seeds_added_later_join_in_one_gap(monkeypatch):
     for other in (gap_record([1], [0.2]), gap_record([2], [0.2], tokens=9)):
         with pytest.raises(ValueError, match="joined over seeds of one and the same work"):
             join([gap_record([0, 1], [0.1, 0.3]), other])
+
+
+def test_a_seam_is_told_from_the_noise_of_other_steps(monkeypatch):
+    script = load("realign", monkeypatch)
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(0)).tolist()
+    losses = {step: 3.0 + 0.1 * noise[step - 1] for step in range(1, 401)}
+    calm = script.seam(losses, 150, 40, 360)
+    assert calm["met"] and calm["repeats"] == 2 and len(calm["each"]) == 2
+    bump = {step: loss + (0.3 if 300 < step <= 310 else 0.0) for step, loss in losses.items()}
+    found = script.seam(bump, 150, 40, 360)
+    assert not found["met"] and found["each"][1] > 2 > abs(found["each"][0])
+    with pytest.raises(ValueError, match="train longer"):
+        script.seam(losses, 150, 20, 40)
 
 
 def test_gpu_model_reports_a_variant_that_ends_badly(tmp_path, on_cpu):

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quatrain.files import sync_folder
-from quatrain.nn import rng_state, set_rng_state
+from quatrain.nn import dense_state_dict, exact_splits, load_dense, load_exact_splits, rng_state, set_rng_state
 
 FORMAT = 1
 MODEL = "model.safetensors"
@@ -157,6 +157,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     """
     load_weights(checkpoint.folder, model)
     tensors = _load_file(checkpoint.folder / OPTIMIZER)
+    load_exact_splits(model, {k.removeprefix("split/"): v for k, v in tensors.items() if k.startswith("split/")})
     _load_optimizer({k: v for k, v in tensors.items() if k.startswith("state/")}, model, optimizer)
     set_rng_state(model, tensors["rng/clock"])
     torch.set_rng_state(tensors["rng/cpu"])
@@ -175,7 +176,8 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     path = folder / MODEL
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder step-N of a run's checkpoints")
-    _copy_strictly(str(path), _load_file(path), _model_tensors(model))
+    _copy_strictly(str(path), _load_file(path), tensors := _model_tensors(model))
+    load_dense(model, tensors)
 
 
 class _BrokenError(ValueError):
@@ -263,10 +265,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state_dict, of tied tensors (the same bytes under several names) only the first."""
+    """The plain model's state_dict, of tied tensors (the same bytes under several names) only the first."""
     seen: set[tuple[Any, ...]] = set()
     tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in dense_state_dict(model).items():
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() and place in seen:
             continue
@@ -276,11 +278,12 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _resume_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as "state/<parameter>/<key>", and the generators as "rng/..."."""
+    """The optimizer's state as "state/<parameter>/<key>", split weights as "split/...", generators as "rng/..."."""
     tensors = {"rng/clock": rng_state(model), "rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         for index, generator in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"rng/cuda.{index}"] = generator
+    tensors |= {f"split/{name}": tensor for name, tensor in exact_splits(model).items()}
     for name, parameter in _optimized(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):

@@ -18,7 +18,7 @@ from typing import Any
 
 from quatrain import __version__
 from quatrain.files import expand, is_signed, replace_file
-from quatrain.nn import ATTENTION_OPERANDS, OPERANDS
+from quatrain.nn import ATTENTION_OPERANDS, OPERANDS, describe_split
 from quatrain.recipe import describe, load_recipe, optimizer_words, recipe_names
 from quatrain.recipe import diff as differences
 
@@ -126,6 +126,8 @@ def _show_recipe(name: str, resolved: bool) -> None:
     print(f"{recipe.name}  {recipe.fingerprint()}\n{recipe.description}\nsource: {recipe.source or '-'}\n")
     if recipe.quantizes:
         print(_columns([(n, describe(r)) for n, r in zip(OPERANDS, recipe.linear.rows, strict=True)]))
+        if recipe.linear.split is not None:
+            print(f"split: {describe_split(recipe.linear.split)}")
         kept = recipe.to_dict()["linear"]["keep"].items()
         print("\nkeep:  " + "  ".join(f"{k}={v}" for k, v in kept if v not in (0, 0.0, [], None)))
     if recipe.attention.quantizes:

@@ -52,8 +52,8 @@ def _watch(module: QuantLinear, out: dict[str, float]) -> list[torch.utils.hooks
 
     def forward(_: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], result: Tensor) -> None:
         x = (args[0] if args else named["input"]).detach().reshape(-1, module.in_features).to(result.dtype)
-        w = module.weight.detach().to(result.dtype)
-        operands = {"fprop.input": x, "fprop.weight": w, "dgrad.weight": w.t(), "wgrad.input": x.t()}
+        x, kept, w = module.operand_sources(x)
+        operands = {"fprop.input": x, "fprop.weight": w, "dgrad.weight": w.t(), "wgrad.input": kept.t()}
         for name, value in operands.items():
             _record(out, name, value, rows[name])
         if result.requires_grad:
@@ -61,8 +61,9 @@ def _watch(module: QuantLinear, out: dict[str, float]) -> list[torch.utils.hooks
 
     def backward(gradient: Tensor) -> None:
         dy = gradient.detach().reshape(-1, module.out_features)
+        dy, rest = module.gradient_sources(dy)
         _record(out, "dgrad.grad", dy, rows["dgrad.grad"])
-        _record(out, "wgrad.grad", dy.t(), rows["wgrad.grad"])
+        _record(out, "wgrad.grad", rest.t(), rows["wgrad.grad"])
 
     return [module.register_forward_hook(forward, with_kwargs=True)]
 

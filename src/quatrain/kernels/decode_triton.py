@@ -127,13 +127,14 @@ def _scale_value(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    codes_ptr, scales_ptr, out_ptr, rows, octets, blocks, groups, heads, tokens, FORMAT: tl.constexpr,
+    codes_ptr, scales_ptr, out_ptr, rows, octets, room, blocks, groups, heads, tokens, FORMAT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OCTETS: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ROWS: tl.constexpr,
     OCTETS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A tile [ROWS, OCTETS] of codes [rows, octets] and scales [rows / BLOCK_ROWS, blocks]; an octet for each thread.
 
-    All loads come before the first store, so that they are under way together.
+    From one row of the result to the next it is as far as `room` octets. All loads come before the first store, so that
+    they are under way together.
     SIZE: a row holds whole tokens of [b, heads, tokens, 8 SIZE], which are written as [b, tokens, heads, 8 SIZE]; or 0.
     """
     first = tl.zeros([1, 1], tl.int32) + tl.program_id(0) // groups * ROWS
@@ -151,7 +152,7 @@ def decode_kernel(
         scale = _scale_value(part[len(part) - 1], FORMAT)
         values = e2m1_values(part[0]) if len(part) == 2 else e4m3_values(part[0]) + e4m3_values(part[1])
         inside = (row < rows) & (octet < octets)
-        place = row.to(tl.int64) * octets + octet
+        place = row.to(tl.int64) * room + octet
         if SIZE > 0:
             token = row * (octets // SIZE)
             head = token // tokens
@@ -176,8 +177,9 @@ def scaled(values, scale):
 
 
 def decode(
-    codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = torch.bfloat16, heads: int = 0, tokens: int = 0
-) -> Tensor:
+    codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = torch.bfloat16, heads: int = 0,
+    tokens: int = 0, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Code x block scale, the bits of `QTensor.block_values(dtype)`.
 
     Args:
@@ -187,6 +189,7 @@ def decode(
         dtype: of the result, bfloat16 or float32.
         heads, tokens: rows are those of [b, heads, tokens], tokens a multiple of 16, and are written in the order of
             [b, tokens, heads] (NVFP4, K a power of two up to 1,024); 0 for rows as they are.
+        out: [R, K] of that dtype to write to, any multiple of 8 elements from one row to the next.
 
     Returns:
         [R, K].
@@ -204,10 +207,17 @@ def decode(
             f"[{rows / block_rows:g}, {length / block_columns:g}], received {tuple(scales.shape)}; "
             "pass both as quantize made them"
         )
-    out = torch.empty(rows, length, dtype=dtype, device=codes.device)
+    given = out is not None
+    out = torch.empty(rows, length, dtype=dtype, device=codes.device) if out is None else out
+    if given and (out.shape != (rows, length) or out.dtype != dtype or out.stride(1) != 1 or out.stride(0) % 8):
+        raise ValueError(
+            f"out must be {dtype} [{rows}, {length}] with rows a multiple of 8 elements apart, received {out.dtype} "
+            f"{tuple(out.shape)} with strides {out.stride()}; leave it out for a tensor of its own"
+        )
     if out.numel():
         codes, scales, shown = codes.contiguous(), scales.contiguous(), out
-        if block_rows == 1 and length < _WIDTH and out.numel() % _WIDTH == 0 and _WIDTH % block_columns == 0:
+        alone = not given and block_rows == 1
+        if alone and length < _WIDTH and out.numel() % _WIDTH == 0 and _WIDTH % block_columns == 0:
             # Narrow matrices would leave most threads idle; blocks within rows know no row ends.
             codes, scales, shown = (x.view(out.numel() // _WIDTH, -1) for x in (codes, scales, out))
         _launch(codes, scales, shown, spec, (heads, tokens, length // 8 if heads else 0))
@@ -222,7 +232,8 @@ def _launch(codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec, moved: 
     launch(
         decode_kernel, (ceil_div(rows, _ROWS) * groups,), codes.view(torch.int32),
         scales if spec.format == "fp8" else scales.view(torch.uint8),
-        out.view(torch.int32) if out.dtype == torch.bfloat16 else out, rows, octets, length // block_columns, groups,
-        *moved[:2], spec.format, block_rows, block_columns // 8, bool(rows % _ROWS or octets % tile),
-        architecture(out.device.index), _ROWS, tile, moved[2], num_warps=max(1, tile // 32), enable_fp_fusion=False,
+        out.view(torch.int32) if out.dtype == torch.bfloat16 else out, rows, octets, out.stride(0) // 8,
+        length // block_columns, groups, *moved[:2], spec.format, block_rows, block_columns // 8,
+        bool(rows % _ROWS or octets % tile), architecture(out.device.index), _ROWS, tile, moved[2],
+        num_warps=max(1, tile // 32), enable_fp_fusion=False,
     )  # fmt: skip

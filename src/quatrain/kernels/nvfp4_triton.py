@@ -44,7 +44,7 @@ def _load_rows(x_ptr, place, inside, column, columns, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _load_columns(x_ptr, group, column, rows, columns, stride, EVEN: tl.constexpr):
+def load_columns(x_ptr, group, column, rows, columns, stride, EVEN: tl.constexpr):
     """Sixteen tensors [groups, columns], row i of each group, zero outside the tensor, in the input's dtype."""
     out = ()
     for i in tl.static_range(16):
@@ -67,14 +67,16 @@ def _store(pointers, values, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _quantize_rows(
-    x_ptr, codes_ptr, scales_ptr, tensor, start, middle, row, block, rows, columns, stride,
+def quantize_rows(
+    x_ptr, codes_ptr, scales_ptr, tensor, start, middle, row, block, rows, columns, stride, blocks, room,
     SIGNS: tl.constexpr, Q: tl.constexpr, DECODED: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
     SAFE: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    """Blocks (row, block) of x [rows, columns] to int32 codes [rows, 2 blocks] (or BF16 pairs) and scales."""
+    """Blocks (row, block) of x [rows, columns] to int32 codes [rows, 2 blocks] (or BF16 pairs) and scales.
+
+    From one row of the codes to the next it is as far as `room` blocks.
+    """
     amax, encode, decode = tensor
-    blocks = tl.cdiv(columns, 16)
     inside = (row < rows) & (block < blocks)
     source = row.to(tl.int64) * stride + block * 16
     if WORDS:
@@ -90,7 +92,7 @@ def _quantize_rows(
         else:
             magnitudes, signed = block_of(xs)
     code, scale, m = block_scales(magnitudes, signed, amax, encode, decode, Q, SAFE, ARCH)
-    place = row.to(tl.int64) * blocks + block
+    place = row.to(tl.int64) * room + block
     if DECODED:
         pairs = decoded_words(magnitudes, signed, m, scale, start, middle, block * 8, Q, ARCH)
         for i in tl.static_range(2):
@@ -105,19 +107,19 @@ def _quantize_rows(
 
 
 @triton.jit
-def _quantize_columns(
-    x_ptr, codes_ptr, scales_ptr, tensor, start, middle, first_group, column, rows, columns, stride,
+def quantize_columns(
+    xs, codes_ptr, scales_ptr, tensor, start, middle, first_group, column, rows, columns, room,
     SIGNS: tl.constexpr, Q: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, SAFE: tl.constexpr,
     ARCH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Groups of sixteen rows to the transpose's codes int32 [columns, 2 groups] and scales [columns, groups].
 
-    Decoded, they stay where they are: BF16 [16 groups, columns].
+    xs: row i of each group, sixteen tensors [groups, columns]. Decoded, they stay where they are: BF16
+    [16 groups, columns], `room` elements from one row to the next.
     """
     amax, encode, decode = tensor
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = xs[0].dtype
     group = first_group + tl.arange(0, GROUPS)
-    xs = _load_columns(x_ptr, group, column, rows, columns, stride, EVEN)
     if SIGNS >= 0:
         magnitudes, signed = transformed(widened(xs, ARCH), SIGNS, DTYPE, ARCH)
     elif DTYPE == tl.bfloat16:
@@ -132,7 +134,7 @@ def _quantize_columns(
         inside = (group < groups)[:, None] & (column < columns)[None, :]
         pairs = decoded_words(magnitudes, signed, m, scale, start, middle, pair, Q, ARCH)
         for i in tl.static_range(16):
-            out = codes_ptr + (group * 16 + i).to(tl.int64)[:, None] * columns + column[None, :]
+            out = codes_ptr + (group * 16 + i).to(tl.int64)[:, None] * room + column[None, :]
             bits = ((pairs[i // 2] >> 16) if i % 2 == 1 else pairs[i // 2]).to(tl.int16)
             _store(out, bits.to(tl.bfloat16, bitcast=True), inside, EVEN)
     else:
@@ -146,14 +148,15 @@ def _quantize_columns(
 
 
 @triton.jit
-def _tensor(amax, Q: tl.constexpr):
+def tensor_scales(amax, Q: tl.constexpr):
     """amax, encode scale and decode scale of a tensor."""
     encode = encode_scale(amax, Q[5])
     return amax, encode, tl.div_rn(1.0, encode)
 
 
 @triton.jit
-def _is_safe(amax):
+def is_safe(amax):
+    """Whether no product, quotient or remainder can leave the range of fp32."""
     return (amax > 1e-25) & (amax < 1e34)
 
 
@@ -163,7 +166,8 @@ def _walk_rows(
     SIGNS: tl.constexpr, Q: tl.constexpr, DECODED: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
     SAFE: tl.constexpr, ARCH: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_BLOCKS: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
-    tensor = _tensor(amax, Q)
+    tensor = tensor_scales(amax, Q)
+    blocks = tl.cdiv(columns, 16)
     index = tl.arange(0, TILE_ROWS * TILE_BLOCKS)
     row = tl.program_id(0) * TILE_ROWS + index // TILE_BLOCKS
     start, middle = row, row
@@ -172,8 +176,8 @@ def _walk_rows(
         start, middle = row_state(first, second, row)
     for step in range(REPEATS):
         block = (tl.program_id(1) * REPEATS + step) * TILE_BLOCKS + index % TILE_BLOCKS
-        _quantize_rows(
-            x_ptr, codes_ptr, scales_ptr, tensor, start, middle, row, block, rows, columns, stride,
+        quantize_rows(
+            x_ptr, codes_ptr, scales_ptr, tensor, start, middle, row, block, rows, columns, stride, blocks, blocks,
             SIGNS, Q, DECODED, WORDS, EVEN, SAFE, ARCH,
         )  # fmt: skip
 
@@ -186,7 +190,7 @@ def rows_kernel(
 ):  # fmt: skip
     """Quantize along rows: a program walks through REPEATS tiles of TILE_ROWS rows and TILE_BLOCKS blocks."""
     amax = tl.load(amax_ptr)
-    if _is_safe(amax):
+    if is_safe(amax):
         _walk_rows(
             x_ptr, codes_ptr, scales_ptr, amax, key_ptr, rows, columns, stride,
             SIGNS, Q, DECODED, WORDS, EVEN, True, ARCH, TILE_ROWS, TILE_BLOCKS, REPEATS,
@@ -206,7 +210,8 @@ def _walk_tiles(
     SAFE: tl.constexpr, ARCH: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, REPEATS: tl.constexpr,
     BOTH: tl.constexpr,
 ):  # fmt: skip
-    tensor, row_tensor = _tensor(amax, Q), _tensor(row_amax, ROW_Q)
+    tensor, row_tensor = tensor_scales(amax, Q), tensor_scales(row_amax, ROW_Q)
+    blocks = tl.cdiv(columns, 16)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     start, middle = column, column
     if Q[7]:
@@ -219,8 +224,9 @@ def _walk_tiles(
         row_first, row_second = key_state(row_key_ptr)
     for step in range(REPEATS):
         group = (tl.program_id(1) * REPEATS + step) * GROUPS
-        _quantize_columns(
-            x_ptr, codes_ptr, scales_ptr, tensor, start, middle, group, column, rows, columns, stride,
+        xs = load_columns(x_ptr, group + tl.arange(0, GROUPS), column, rows, columns, stride, EVEN)
+        quantize_columns(
+            xs, codes_ptr, scales_ptr, tensor, start, middle, group, column, rows, columns, columns,
             SIGNS, Q, DECODED, EVEN, SAFE, ARCH, GROUPS,
         )  # fmt: skip
         if BOTH:
@@ -228,9 +234,9 @@ def _walk_tiles(
             row_start, row_middle = row, row
             if ROW_Q[7]:
                 row_start, row_middle = row_state(row_first, row_second, row)
-            _quantize_rows(
+            quantize_rows(
                 x_ptr, row_codes_ptr, row_scales_ptr, row_tensor, row_start, row_middle, row, block,
-                rows, columns, stride, ROW_SIGNS, ROW_Q, ROW_DECODED, WORDS, EVEN, SAFE, ARCH,
+                rows, columns, stride, blocks, blocks, ROW_SIGNS, ROW_Q, ROW_DECODED, WORDS, EVEN, SAFE, ARCH,
             )  # fmt: skip
 
 
@@ -247,7 +253,7 @@ def tiles_kernel(
     A program walks down REPEATS tiles of GROUPS groups of sixteen rows and TILE columns.
     """
     amax, row_amax = tl.load(column_amax_ptr), tl.load(row_amax_ptr)
-    if _is_safe(amax) & _is_safe(row_amax):
+    if is_safe(amax) & is_safe(row_amax):
         _walk_tiles(
             x_ptr, row_codes_ptr, row_scales_ptr, row_amax, row_key_ptr, column_codes_ptr, column_scales_ptr, amax,
             column_key_ptr, rows, columns, stride, ROW_SIGNS, ROW_Q, ROW_DECODED, WORDS, SIGNS, Q, DECODED, EVEN,
@@ -262,7 +268,7 @@ def tiles_kernel(
 
 
 @triton.jit
-def _largest(xs):
+def largest_of(xs):
     """Largest magnitude, NaN if there is one."""
     largest = tl.abs(xs[0])
     for i in tl.static_range(1, 16):
@@ -271,7 +277,7 @@ def _largest(xs):
 
 
 @triton.jit
-def _raise(out_ptr, largest, DTYPE: tl.constexpr, SIGNS: tl.constexpr, ARCH: tl.constexpr):
+def raise_largest(out_ptr, largest, DTYPE: tl.constexpr, SIGNS: tl.constexpr, ARCH: tl.constexpr):
     """Raise a maximum kept as the bits of an fp32 number; rounding is monotonic, so the maximum is rounded alone.
 
     As integers the bits are ordered like the magnitudes, NaN above infinity.
@@ -300,13 +306,13 @@ def amax_kernel(
         first = (tl.program_id(1) * REPEATS + step) * GROUPS
         if COLUMN or ROW_SIGNS < 0:
             group = first + tl.arange(0, GROUPS)
-            xs = widened(_load_columns(x_ptr, group, column, rows, columns, stride, EVEN), ARCH)
+            xs = widened(load_columns(x_ptr, group, column, rows, columns, stride, EVEN), ARCH)
             if ROW and ROW_SIGNS < 0:
-                by_row = tl.maximum(by_row, _largest(xs), propagate_nan=tl.PropagateNan.ALL)
+                by_row = tl.maximum(by_row, largest_of(xs), propagate_nan=tl.PropagateNan.ALL)
             if COLUMN:
                 if SIGNS >= 0:
                     xs = butterfly(xs, SIGNS)
-                by_column = tl.maximum(by_column, _largest(xs), propagate_nan=tl.PropagateNan.ALL)
+                by_column = tl.maximum(by_column, largest_of(xs), propagate_nan=tl.PropagateNan.ALL)
         if ROW and ROW_SIGNS >= 0:
             row = first * 16 + index // (TILE // 16)
             place = tl.program_id(0) * TILE + index % (TILE // 16) * 16
@@ -316,10 +322,10 @@ def amax_kernel(
                 xs = elements(_load_row_words(x_ptr, source, inside, EVEN))
             else:
                 xs = _load_rows(x_ptr, source, inside, place, columns, ARCH)
-            by_block = tl.maximum(by_block, _largest(butterfly(xs, ROW_SIGNS)), propagate_nan=tl.PropagateNan.ALL)
+            by_block = tl.maximum(by_block, largest_of(butterfly(xs, ROW_SIGNS)), propagate_nan=tl.PropagateNan.ALL)
     if ROW and ROW_SIGNS < 0:
-        _raise(out_ptr, by_row, DTYPE, -1, ARCH)
+        raise_largest(out_ptr, by_row, DTYPE, -1, ARCH)
     if ROW and ROW_SIGNS >= 0:
-        _raise(out_ptr, by_block, DTYPE, ROW_SIGNS, ARCH)
+        raise_largest(out_ptr, by_block, DTYPE, ROW_SIGNS, ARCH)
     if COLUMN:
-        _raise(out_ptr + 1, by_column, DTYPE, SIGNS, ARCH)
+        raise_largest(out_ptr + 1, by_column, DTYPE, SIGNS, ARCH)

@@ -5,14 +5,15 @@
     Wgrad  dW = dY^T X     rows wgrad.grad  [N, T], wgrad.input  [K, T]      contracts T
 
 A missing row leaves its operand in high precision; with no rows at all this is nn.Linear. What is kept for the
-backward pass is the packed operand of Wgrad, not the activation.
+backward pass is the packed operand of Wgrad, not the activation. A `split` beside the rows takes part of the products
+out of the quantizer (`quatrain.nn.split_function`).
 Legend: T tokens (leading dimensions flattened), K in_features, N out_features.
 Source: arXiv 2509.25149 section 3 and figure 5.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels.matmul import gemm_parts
-from quatrain.kernels.operands import decodes_at_once, quantize_both
+from quatrain.kernels.operands import decodes_at_once
+from quatrain.nn.products import dgrad, operands, wgrad
+from quatrain.nn.split import Split, describe_split
+from quatrain.nn.split_linear import SplitLinear
 from quatrain.nn.state import (
     OPERANDS,
     PRECISIONS,
@@ -32,12 +36,12 @@ from quatrain.nn.state import (
     maxima_row,
     note_maxima,
 )
-from quatrain.nn.weights import Parts, Specs, cached_tensors, one_weight, serves_both_ways, weight_codes
+from quatrain.nn.weights import Parts, Specs, cached_tensors, one_weight, weight_codes
 
 
 @dataclass(frozen=True)
 class LinearRows:
-    """The six operand rows of one linear; None leaves that operand in high precision.
+    """The six operand rows of one linear; None leaves that operand in high precision. `split`: what goes beside them.
 
     Raises:
         ValueError: the two rows of one GEMM differ in format or transform, or only one of them is transformed.
@@ -49,6 +53,7 @@ class LinearRows:
     dgrad_weight: QuantSpec | None = None
     wgrad_grad: QuantSpec | None = None
     wgrad_input: QuantSpec | None = None
+    split: Split | None = None
 
     def __post_init__(self) -> None:
         for gemm, left, right in (
@@ -68,7 +73,12 @@ class LinearRows:
     @property
     def rows(self) -> tuple[QuantSpec | None, ...]:
         """The six specs in the order of OPERANDS."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return tuple(getattr(self, name.replace(".", "_")) for name in OPERANDS)
+
+    @property
+    def departs(self) -> bool:
+        """Whether a linear with these rows computes anything else than nn.Linear."""
+        return any(self.rows) or self.split is not None
 
     def specs(self, precision: str | None = None) -> Specs:
         """Rows as text, less those that a BF16 phase switches off ("forward", "both")."""
@@ -76,31 +86,24 @@ class LinearRows:
         return tuple(row.to_json() if row is not None and i >= off else None for i, row in enumerate(self.rows))
 
 
-class QuantLinear(nn.Linear):
+class QuantLinear(SplitLinear):
     """An nn.Linear whose GEMMs follow operand rows; the same object, parameters, hooks and state_dict keys as before.
 
+    With a parametrized split row `weight` is W_res, and two parameters are added, `lowrank_left` (L2, [N, r]) and
+    `lowrank_right` (L1, [r, K]), as well as the state_dict key `lowrank_step`; see `SplitLinear`.
     `convert` turns an existing nn.Linear into one; it is never constructed directly.
     """
 
-    _rows: LinearRows
-    _shared_state: SharedState
-    _index: int  # this module's line in the shared state
     _specs: dict[str | None, Specs]  # by precision phase
     _key_words: tuple[int, ...]  # one 64-bit seed for each operand
     _at_once: tuple[bool, ...]  # whether the operands of X, dY and dY^T are written decoded on this device
     _zero: Tensor  # fp32 [1], for operands that are not quantized
-    _keys: Tensor  # the same, int64 [6] on the weight's device; carries the weight's codes
-
-    @property
-    def operand_rows(self) -> LinearRows:
-        """The rows this module was converted with."""
-        return self._rows
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features], in the compute dtype (autocast's, else the input's)."""
-        state = self._shared_state
+        state, split = self._shared_state, self._split
         specs = self._specs[state.precision]
-        if not any(specs):
+        if not any(specs) and (split is None or not split.has_factors):
             return nn.functional.linear(input, self.weight, self.bias)
         if not input.is_floating_point():
             raise ValueError(f"a linear layer needs a floating input, received {input.dtype}; cast it first")
@@ -114,22 +117,26 @@ class QuantLinear(nn.Linear):
         training = torch.is_grad_enabled()
         keys = keys_now(self._keys, state.clock)
         needs_dgrad = training and x.requires_grad
-        codes = weight_codes(self.weight, self._keys, state.clock, state.generation, dtype, specs, needs_dgrad)
-        y, seen = _LinearFunction.apply(
-            x,
-            self.weight,
-            self.bias,
-            keys,
-            specs,
-            needs_dgrad,
-            training and self.weight.requires_grad,
-            self._at_once,
-            *codes,
-            state.seen[self._index],
-            self._zero,
-        )
+        seen_row = state.seen[self._index]
+        if split is not None:
+            y, seen = self._split_forward(x, keys, specs, needs_dgrad, seen_row, self._zero, self._at_once)
+        else:
+            codes = weight_codes(self.weight, self._keys, state.clock, state.generation, dtype, specs, needs_dgrad)
+            y, seen = _LinearFunction.apply(
+                x,
+                self.weight,
+                self.bias,
+                keys,
+                specs,
+                needs_dgrad,
+                training and self.weight.requires_grad,
+                self._at_once,
+                *codes,
+                seen_row,
+                self._zero,
+            )
         if not x.is_meta:
-            note_maxima(state.seen[self._index], seen)
+            note_maxima(seen_row, seen)
         return y.reshape(*input.shape[:-1], self.out_features)
 
     def weight_code_tensors(self) -> list[Tensor]:
@@ -155,13 +162,15 @@ class QuantLinear(nn.Linear):
         self._keys = torch.tensor(self._key_words, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, device=device)
         self._shared_state.follow(device)
+        self._settle_split(device)
         rows = self._rows
         self._at_once = tuple(decodes_at_once(device, r) for r in (rows.fprop_input, rows.dgrad_grad, rows.wgrad_grad))
 
     def extra_repr(self) -> str:
         """nn.Linear's line and the rows that are present."""
         present = [name for name, row in zip(OPERANDS, self._rows.rows, strict=True) if row is not None]
-        return f"{super().extra_repr()}, rows=[{', '.join(present)}]"
+        split = "" if self._split is None else f", split={describe_split(self._split)}"
+        return f"{super().extra_repr()}, rows=[{', '.join(present)}]{split}"
 
 
 def convert(linear: nn.Linear, rows: LinearRows, state: SharedState, index: int, seed: int, rank: int) -> QuantLinear:
@@ -184,39 +193,14 @@ def convert(linear: nn.Linear, rows: LinearRows, state: SharedState, index: int,
     if not isinstance(linear, QuantLinear):
         raise ValueError("the class of this module cannot be changed; build the model from plain nn.Linear modules")
     linear._rows = rows
+    linear._split = None if rows.split is None else rows.split.fitted(linear.out_features, linear.in_features)
     linear._shared_state = state
     linear._index = index
     linear._specs = {precision: rows.specs(precision) for precision in PRECISIONS}
     linear._key_words = tuple(key_word(seed, rank, state.names[index], operand) for operand in OPERANDS)
+    linear._add_factors()
     linear._settle()
     return linear
-
-
-def _operands(
-    x: Tensor, specs: Specs, row: int | None, column: int | None, keys: Tensor, decoded: tuple[bool, bool]
-) -> tuple[Parts, Parts]:
-    """Operand `row` of x and operand `column` of its transpose, quantized together.
-
-    An operand whose row is missing is the tensor itself (the column one x, not transposed), one not asked for is None.
-    """
-    row_spec = None if row is None else specs[row]
-    column_spec = None if column is None else specs[column]
-    pair = quantize_both(
-        x, row_spec, column_spec, _key(specs, row, keys), _key(specs, column, keys),
-        (decoded[0] and row_spec is not None, decoded[1] and column_spec is not None),
-    )  # fmt: skip
-    plain: Parts = (x, None, None)
-    nothing: Parts = (None, None, None)
-    first = nothing if row is None else pair[0] or plain
-    second = nothing if column is None else pair[1] or plain
-    return first, second
-
-
-def _key(specs: Specs, operand: int | None, keys: Tensor) -> Tensor | None:
-    spec = None if operand is None else specs[operand]
-    if operand is None or spec is None or '"stochastic' not in spec:
-        return None
-    return keys[operand]
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -238,7 +222,7 @@ class _LinearFunction(torch.autograd.Function):
         fprop_codes, dgrad_codes, seen_row, zero = rest[:3], rest[3:6], rest[6], rest[7]
         tokens, out_features = x.shape[0], weight.shape[0]
         # The packed operand of Wgrad is kept, or the activation itself where Wgrad is unquantized.
-        x_parts, kept = _operands(x, specs, 0, 5 if needs_wgrad else None, keys, (at_once[0], False))
+        x_parts, kept = operands(x, specs, 0, 5 if needs_wgrad else None, keys, (at_once[0], False))
         w_parts = fprop_codes if specs[1] else (weight.to(x.dtype), None, None)
         y = gemm_parts(x_parts, specs[0], w_parts, specs[1], (tokens, out_features), x.dtype, bias)
         dgrad_parts: Parts = (None, None, None)
@@ -270,33 +254,17 @@ class _LinearFunction(torch.autograd.Function):
         dx = dw = db = None
         seen = {}
         has_dx, has_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and kept[0] is not None
-        both = _operands(dy, specs, 2 if has_dx else None, 4 if has_dw else None, keys, ctx.at_once[1:])
+        both = operands(dy, specs, 2 if has_dx else None, 4 if has_dw else None, keys, ctx.at_once[1:])
         if has_dx:
             seen[2] = both[0][2]
-            dx = _dgrad(both[0], dgrad_parts, specs, (tokens, in_features), ctx.x_dtype)
+            dx = dgrad(both[0], dgrad_parts, specs, (tokens, in_features), ctx.x_dtype, ctx.x_dtype)
         if has_dw:
             dyt_parts = both[1] if specs[4] else (dy.t(), None, None)
             seen[4] = dyt_parts[2]
-            dw = _wgrad(dyt_parts, kept, specs, (out_features, in_features), ctx.weight_dtype)
+            dw = wgrad(dyt_parts, kept, specs, (out_features, in_features), ctx.weight_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
             db = dy.sum(0, dtype=wide).to(ctx.bias_dtype)
         if not dy.is_meta:
             note_maxima(ctx.seen_row, maxima_row(ctx.zero.to(dy.device), seen))
         return (dx, dw, db, *(None,) * 13)
-
-
-def _dgrad(dy: Parts, w: Parts, specs: Specs, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """dX [T, K] = dY W; codes of square blocks serve from their rows, others were made from the transpose."""
-    spec = specs[3]
-    if spec is None:
-        return gemm_parts(dy, specs[2], (w[0].to(dtype), None, None), None, shape, dtype, None, True)
-    return gemm_parts(dy, specs[2], w, spec, shape, dtype, None, serves_both_ways(spec))
-
-
-def _wgrad(dyt: Parts, kept: Parts, specs: Specs, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """dW [N, K] = dY^T X, leaving the product in fp32 (float64 if the operands are) before the master's dtype."""
-    wide = torch.float64 if dyt[0].dtype == torch.float64 or kept[0].dtype == torch.float64 else torch.float32
-    if kept[0].is_cuda and dtype in (torch.bfloat16, torch.float16):
-        wide = dtype  # the same number without a pass over it: the scaled accumulator is rounded once
-    return gemm_parts(dyt, specs[4], kept, specs[5], shape, wide, None, specs[5] is None).to(dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quatrain.kernels.attention_rows import ATTENTION_OPERANDS
+from quatrain.nn.realign import Splits
 
 OPERANDS = ("fprop.input", "fprop.weight", "dgrad.grad", "dgrad.weight", "wgrad.grad", "wgrad.input")
 PRECISIONS = (None, "forward", "both")
@@ -36,12 +37,14 @@ class SharedState:
         seen: fp32 [modules, 6], the running maximum magnitude of every operand, NaN and infinity included.
         names: module names, in the order of `seen`.
         attentions: how many of them, the last ones, are attention modules.
+        splits: the modules whose split is realigned, and the optimizers that move them.
     """
 
     def __init__(self, names: list[str], device: torch.device, attentions: int = 0) -> None:
         self.names = names
         self.attentions = attentions
         self.said_idle = False
+        self.splits = Splits()
         self.precision: str | None = None
         self.generation = torch.zeros(1, dtype=torch.int64)  # on the CPU always
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
@@ -154,10 +157,14 @@ def _watch_optimizers(state: SharedState) -> None:
     """Any optimizer step makes cached weight codes stale, also one that writes through `.data`."""
     reference = weakref.ref(state)
 
-    def after_step(*_: object) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         alive = reference()
         if alive is not None:
             alive.generation.add_(1)
+            if not torch.compiler.is_compiling():
+                if alive.splits.after_step(optimizer):
+                    alive.generation.add_(1)
+                alive.splits.refresh(alive.generation)
 
     handle = register_optimizer_step_post_hook(after_step)
     weakref.finalize(state, handle.remove)

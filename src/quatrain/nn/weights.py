@@ -29,6 +29,7 @@ def weight_codes(
     dtype: torch.dtype,
     specs: Specs,
     needs_dgrad: bool,
+    branch: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> WeightCodes:
     """Codes of a weight for Fprop and, where it cannot share them, for Dgrad.
 
@@ -40,19 +41,20 @@ def weight_codes(
         dtype: compute dtype; the weight is cast to it before quantizing.
         specs: the six rows.
         needs_dgrad: whether the input needs a gradient.
+        branch: [N, r] and [r, K], functions of the weight whose product is taken off before quantizing; or None twice.
     """
     makes_dgrad = needs_dgrad and specs[3] is not None and not one_weight(specs)
     fprop, dgrad = specs[1], specs[3] if makes_dgrad else None
     if torch.compiler.is_compiling():
-        flat = _weight_codes_op(weight.detach(), seeds, clock, generation, dtype, fprop, dgrad)
+        flat = _weight_codes_op(weight.detach(), seeds, clock, generation, dtype, fprop, dgrad, *branch)
         return _unflatten(flat, fprop, dgrad)
-    return _cached_codes(weight, seeds, clock, generation, dtype, fprop, dgrad)
+    return _cached_codes(weight, seeds, clock, generation, dtype, fprop, dgrad, branch)
 
 
 def cached_tensors(seeds: Tensor) -> list[Tensor]:
-    """The codes, scales and amaxes that hang on a module's seeds, for accounting."""
-    cached = getattr(seeds, "weight_codes", None)
-    return [] if cached is None else [t for t in cached[2] if t is not None]
+    """The codes, scales, amaxes and split factors that hang on a module's seeds, for accounting."""
+    found = [getattr(seeds, name, None) for name in ("weight_codes", "split_factors")]
+    return [t for cached in found if cached is not None for t in cached[2] if t is not None]
 
 
 def one_weight(specs: Specs) -> bool:
@@ -70,28 +72,48 @@ def operand_key(seeds: Tensor, clock: Tensor, operand: int) -> Tensor:
     return torch.cat([seeds[operand : operand + 1], clock])
 
 
-def _cached_codes(
-    weight: Tensor, seeds: Tensor, clock: Tensor, generation: Tensor, dtype: torch.dtype, fprop: Any, dgrad: Any
-) -> WeightCodes:
+def keeps_nothing(weight: Tensor) -> bool:
+    """Whether what is made of this weight now must be made again next time."""
     if weight.is_inference() or torch.is_inference_mode_enabled() or not weight.is_leaf:
-        return _make(weight, seeds, clock, dtype, fprop, dgrad)  # not to be kept: autograd could not save them
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        # A CUDA graph replays kernels, not this function: it must quantize the weight it finds at each replay.
-        return _make(weight, seeds, clock, dtype, fprop, dgrad)
+        return True  # autograd could not save it
+    # A CUDA graph replays kernels, not this function: it must quantize the weight it finds at each replay.
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _cached_codes(
+    weight: Tensor,
+    seeds: Tensor,
+    clock: Tensor,
+    generation: Tensor,
+    dtype: torch.dtype,
+    fprop: Any,
+    dgrad: Any,
+    branch: tuple[Tensor | None, Tensor | None],
+) -> WeightCodes:
+    if keeps_nothing(weight):
+        return _make(weight, seeds, clock, dtype, fprop, dgrad, branch)
     stamp = (weight.data_ptr(), weight._version, int(generation), dtype, fprop)
     cached = getattr(seeds, "weight_codes", None)
-    fresh = cached is not None and cached[0] == stamp and torch.equal(cached[1], _sample(weight))
+    fresh = cached is not None and cached[0] == stamp and torch.equal(cached[1], sample(weight))
     if not fresh or cached is None:
-        cached = (stamp, _sample(weight).clone(), _make(weight, seeds, clock, dtype, fprop, dgrad), dgrad)
+        cached = (stamp, sample(weight).clone(), _make(weight, seeds, clock, dtype, fprop, dgrad, branch), dgrad)
     elif dgrad is not None and cached[3] != dgrad:  # the first forward needed no gradient of the input
-        parts = (*cached[2][:3], *_make(weight, seeds, clock, dtype, None, dgrad)[3:])
+        parts = (*cached[2][:3], *_make(weight, seeds, clock, dtype, None, dgrad, branch)[3:])
         cached = (stamp, cached[1], parts, dgrad)
     seeds.weight_codes = cached  # type: ignore[attr-defined]
     return cached[2] if dgrad is not None else (*cached[2][:3], *_NOTHING)
 
 
-def _make(weight: Tensor, seeds: Tensor, clock: Tensor, dtype: torch.dtype, fprop: Any, dgrad: Any) -> WeightCodes:
-    w = weight.detach()
+def _make(
+    weight: Tensor,
+    seeds: Tensor,
+    clock: Tensor,
+    dtype: torch.dtype,
+    fprop: Any,
+    dgrad: Any,
+    branch: tuple[Tensor | None, Tensor | None],
+) -> WeightCodes:
+    w = without_branch(weight.detach(), *branch)
     first = _NOTHING if fprop is None else quantize_cast(w, fprop, _key_if_drawn(fprop, seeds, clock, 1), dtype)
     if dgrad is None:
         return (*first, *_NOTHING)
@@ -99,11 +121,20 @@ def _make(weight: Tensor, seeds: Tensor, clock: Tensor, dtype: torch.dtype, fpro
     return (*first, *quantize_cast(w, dgrad, _key_if_drawn(dgrad, seeds, clock, 3), dtype))
 
 
+def without_branch(weight: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """W - L2 L1, formed in fp32 (float64 of float64), in the weight's dtype; W itself without factors."""
+    if left is None or right is None:
+        return weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    with torch.autocast(weight.device.type, enabled=False):
+        return (weight.to(wide) - left.to(wide) @ right.to(wide)).to(weight.dtype)
+
+
 def _key_if_drawn(spec: str, seeds: Tensor, clock: Tensor, operand: int) -> Tensor | None:
     return operand_key(seeds, clock, operand) if '"stochastic' in spec else None
 
 
-def _sample(weight: Tensor) -> Tensor:
+def sample(weight: Tensor) -> Tensor:
     """A few hundred elements, to notice a write that autograd's version counter does not see (`weight.data`).
 
     On a GPU the comparison would wait for the device, so there the sample is empty: optimizer steps are noticed all
@@ -129,9 +160,11 @@ def _weight_codes_op(
     dtype: torch.dtype,
     fprop: str | None,
     dgrad: str | None,
+    left: Tensor | None,
+    right: Tensor | None,
 ) -> list[Tensor]:
     # Copies: the graph owns what it gets and may write over it.
-    codes = _cached_codes(weight, seeds, clock, generation, dtype, fprop, dgrad)
+    codes = _cached_codes(weight, seeds, clock, generation, dtype, fprop, dgrad, (left, right))
     return [part.clone() for part in codes if part is not None]
 
 
@@ -144,6 +177,8 @@ def _(
     dtype: torch.dtype,
     fprop: str | None,
     dgrad: str | None,
+    left: Tensor | None,
+    right: Tensor | None,
 ) -> list[Tensor]:
     w = weight.to(dtype)
     flat = [] if fprop is None else list(empty_parts(w, QuantSpec.from_json(fprop)))

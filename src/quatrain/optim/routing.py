@@ -24,6 +24,7 @@ NARROWEST = 16  # columns: one NVFP4 block
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _EMBEDDING = re.compile(r"(^|_)(embed|embeds|embedder|embedding|embeddings|emb|wte|wpe)(_|$)")
+_FACTORS = ("lowrank_left", "lowrank_right")  # of a split linear
 _HEADS = (
     "lm_head", "head", "output", "embed_out", "unembed", "unembedding", "output_layer", "output_head",
     "output_projection", "out_head", "score", "classifier", "qa_outputs", "cls", "logits",
@@ -90,7 +91,9 @@ def role_of(name: str | None, parameter: Tensor) -> Role:
     """
     if parameter.ndim < 2:
         return Role("vector", f"{parameter.ndim}-D")
-    parts = canonical(name).lower().split(".")[:-1] if name is not None else []
+    *parts, last = canonical(name).lower().split(".") if name is not None else [""]
+    if last in _FACTORS:
+        return Role("small", "low-rank factor of a split linear")
     head = _head_part(parts)
     if head is not None:
         return Role("head", f'output head by its name ("{head}")')

@@ -13,6 +13,7 @@ from torch import nn
 from quatrain.nn import SharedState, convert
 from quatrain.recipe.attention_rows import convert_attention_modules, describe_attention, find_attention
 from quatrain.recipe.schema import Keep, Recipe, load_recipe
+from quatrain.recipe.splits import check_split, describe_linear, split_notes
 
 _HEAD_NAMES = (
     "lm_head", "head", "output", "embed_out", "output_layer", "score", "classifier", "qa_outputs",
@@ -103,6 +104,7 @@ def apply(model: nn.Module, recipe: Recipe | str | Path, seed: int = 0) -> Repor
             f"recipe {recipe.name!r} has operand rows but would convert nothing: {plan.why_nothing()}; "
             "relax its keep rules or give a model with nn.Linear layers"
         )
+    check_split(recipe, [plan.linears[name] for name in names])
     names = names if recipe.quantizes else []
     attentions = find_attention(model) if recipe.attention.quantizes else []
     if names or attentions:
@@ -258,7 +260,7 @@ class _Plan:
     def report(self, converted: list[str]) -> Report:
         """The account of what was done."""
         in_blocks = {n: m for n, m in self.linears.items() if n != self.head}
-        done = {name: _describe(self.recipe) for name in converted}
+        done = {name: describe_linear(self.recipe, self.linears[name]) for name in converted}
         kept = {name: why for name, why in self.kept.items() if name not in done} | _other_modules(self.model)
         total = sum(_macs(m) for m in in_blocks.values()) + sum(self.experts.values())
         macs = (sum(_macs(self.linears[n]) for n in done), total)
@@ -273,6 +275,7 @@ class _Plan:
             notes.append("its phases are the trainer's to switch; in a loop of your own call quatrain.set_precision")
         if self.recipe.keep.counts_blocks and self.recipe.quantizes:
             notes.append(f"blocks: {self.blocks[0].rpartition('.')[0]} ({len(self.blocks)})")
+        notes += split_notes(self.recipe, [m for n, m in self.linears.items() if n not in self.kept])
         if self.experts and total:
             share = sum(self.experts.values()) / total
             notes.append(f"fused expert weights stay in BF16: {share:.0%} of the linear multiply-accumulates")
@@ -353,12 +356,6 @@ def _head_name(model: nn.Module, linears: dict[str, nn.Linear], blocks: list[str
 def _is_router(model: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition(".")
     return child == "router" or (child == "gate" and hasattr(model.get_submodule(parent), "experts"))
-
-
-def _describe(recipe: Recipe) -> str:
-    rows = [row for row in recipe.linear.rows if row is not None]
-    formats = "/".join(dict.fromkeys(row.format for row in rows))
-    return f"{formats}, {len(rows)} of 6 operands"
 
 
 def _other_modules(model: nn.Module) -> dict[str, str]:

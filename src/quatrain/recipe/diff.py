@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from quatrain.formats import QuantSpec
-from quatrain.nn import ATTENTION_OPERANDS, OPERANDS
+from quatrain.nn import ATTENTION_OPERANDS, OPERANDS, Split, describe_split
 from quatrain.recipe.optimizer import OptimizerRows
 from quatrain.recipe.schema import Recipe
 
@@ -16,6 +16,7 @@ def diff(left: Recipe, right: Recipe) -> list[tuple[str, str, str]]:
     changes = []
     for name, a, b in zip(OPERANDS, left.linear.rows, right.linear.rows, strict=True):
         changes += _row_changes(name, a, b)
+    changes += _split_changes(left.linear.split, right.linear.split)
     if left.quantizes and right.quantizes:
         before, after = left.to_dict()["linear"]["keep"], right.to_dict()["linear"]["keep"]
         for key in sorted(before.keys() | after.keys()):
@@ -54,6 +55,16 @@ def optimizer_words(rows: OptimizerRows) -> str:
     """The [optimizer] table in one line, departures only."""
     found = rows.to_dict() | ({"operands": describe(rows.operands)} if rows.operands is not None else {})
     return "  ".join(f"{key}={_text(value)}" for key, value in found.items())
+
+
+def _split_changes(a: Split | None, b: Split | None) -> list[tuple[str, str, str]]:
+    if a == b:
+        return []
+    if a is None or b is None or a.kind != b.kind:
+        words = ["-" if s is None else describe_split(s) for s in (a, b)]
+        return [("split", words[0], words[1])]
+    before, after = a.to_dict(), b.to_dict()
+    return [(f"split.{k}", _text(before[k]), _text(after[k])) for k in before if before[k] != after[k]]
 
 
 def _row_changes(name: str, a: QuantSpec | None, b: QuantSpec | None) -> list[tuple[str, str, str]]:

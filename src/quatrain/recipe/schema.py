@@ -17,7 +17,7 @@ from typing import Any
 
 from quatrain.files import expand
 from quatrain.formats import QuantSpec
-from quatrain.nn import ATTENTION_OPERANDS, OPERANDS, AttentionRows, LinearRows
+from quatrain.nn import ATTENTION_OPERANDS, OPERANDS, AttentionRows, LinearRows, Split
 from quatrain.recipe.attention_rows import ATTENTION_KEYS, attention_from_dict, attention_to_dict, flat_rows
 from quatrain.recipe.optimizer import OptimizerRows, optimizer_from_dict
 from quatrain.toml import format_value
@@ -97,12 +97,13 @@ class Recipe:
 
     @property
     def quantizes(self) -> bool:
-        """Whether any operand row of linears is present."""
-        return any(self.linear.rows)
+        """Whether any row of linears, operand or split, is present."""
+        return self.linear.departs
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested data with every default filled in; absent rows are absent."""
         rows = {n: r.to_dict() for n, r in zip(OPERANDS, self.linear.rows, strict=True) if r is not None}
+        rows |= {"split": self.linear.split.to_dict()} if self.linear.split is not None else {}
         keep = {f.name: getattr(self.keep, f.name) for f in fields(Keep)}
         keep["names"] = list(self.keep.names)
         if keep["blocks"] is None:
@@ -214,7 +215,7 @@ def _recipe_from_dict(data: dict[str, Any]) -> Recipe:
     attention = flat_rows(_table(data.get("attention", {}), "attention"), ATTENTION_OPERANDS)
     check_keys(attention, ATTENTION_KEYS, "[attention]")
     attention_rows = attention_from_dict(attention, _spec)
-    plain = not any(rows.rows) and not optimizer_rows.to_dict() and not attention_rows.quantizes
+    plain = not rows.departs and not optimizer_rows.to_dict() and not attention_rows.quantizes
     default_name = "bf16" if plain else "unnamed"
     if not isinstance(data.get("phase", []), list):
         raise ValueError(f"phases are written as [[phase]] tables, received phase = {data['phase']!r}")
@@ -233,9 +234,10 @@ def _table(value: Any, where: str) -> dict[str, Any]:
 
 def _rows_from_dict(linear: dict[str, Any]) -> LinearRows:
     flat = flat_rows(linear, OPERANDS)
-    check_keys(flat, (*OPERANDS, "keep"), "[linear]")
+    check_keys(flat, (*OPERANDS, "split", "keep"), "[linear]")
+    split = Split.from_dict(flat.pop("split")) if "split" in flat else None
     specs = {name.replace(".", "_"): _spec(row, name) for name, row in flat.items()}
-    return LinearRows(**specs)
+    return LinearRows(**specs, split=split)
 
 
 def _spec(row: Any, name: str) -> QuantSpec:

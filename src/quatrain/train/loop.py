@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quatrain import checkpoint
 from quatrain.files import expand
-from quatrain.nn import NonFiniteError, check_finite, rng_state, set_rng_state
+from quatrain.nn import NonFiniteError, check_finite, realign_cost, rng_state, set_rng_state
 from quatrain.optim.state import state_bytes
 from quatrain.recipe import Recipe, load_recipe, set_precision
 from quatrain.train import records
@@ -337,6 +337,7 @@ class Trainer:
             "parameters": sum(p.numel() for p in self.parts.model.parameters()),
             "optimizer": describe_optimizer(self.config, self.recipe.optimizer),
             "optimizer_bytes": state_bytes(self.optimizer),
+            **self._realignments(),
             **self.parts.ground(),
             "dtype": self.config.train.dtype,
             "commit": records.commit(),
@@ -345,6 +346,11 @@ class Trainer:
         }
         records.write_json(self.out / records.SUMMARY, summary)
         return summary
+
+    def _realignments(self) -> dict[str, Any]:
+        """How many splits this process has realigned, and its seconds; nothing without a parametrized split."""
+        count, seconds = realign_cost(self.parts.model)
+        return {"realigned": count, "realign_seconds": seconds} if count else {}
 
     def _due(self, every: int) -> bool:
         return self.step == self.total or (every > 0 and self.step % every == 0)

@@ -12,7 +12,8 @@ from quatrain.recipe import OptimizerRows, optimizer_words
 from quatrain.train.config import OptimizerConfig, RunConfig
 
 # Mamba's recurrence parameters are exempt from weight decay by its authors, whatever their shape (arXiv 2312.00752).
-_NO_DECAY = ("A_log", "D", "dt_bias")
+# Of the two factors of a split linear one decays, or their product would do so twice as fast as W.
+_NO_DECAY = ("A_log", "D", "dt_bias", "lowrank_right")
 
 
 def make_optimizer(
@@ -20,7 +21,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that the run and its recipe ask for.
 
-    Tensors of at least 2 dimensions decay; norms, biases and Mamba's A_log, D and dt_bias do not.
+    Tensors of at least 2 dimensions decay; norms, biases, Mamba's A_log, D and dt_bias, and one of the two factors of a
+    split linear do not.
 
     Args:
         model: its parameters that require gradients are optimized.

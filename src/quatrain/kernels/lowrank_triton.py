@@ -1,0 +1,359 @@
+"""Triton kernels of a linear with a low-rank branch: operands less their part in a subspace, quantized from one read.
+
+x [rows, columns], U [rows, r] (x times an orthonormal basis) and the basis [r, columns], all BF16, give
+x' = x - U basis, a product of BF16 accumulated in fp32, subtracted in fp32 and rounded once to BF16. It never reaches
+memory: both kernels form it in registers from one tile of x. The branch's narrow operands go beside the decoded ones
+they are multiplied with, divided by the tensor scales that their product will be multiplied by.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment,misc"
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quatrain.formats import QuantSpec
+from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
+from quatrain.kernels.nvfp4_block_triton import butterfly, widened
+from quatrain.kernels.nvfp4_triton import (
+    is_safe,
+    largest_of,
+    load_columns,
+    quantize_columns,
+    quantize_rows,
+    raise_largest,
+    tensor_scales,
+)
+from quatrain.kernels.quantize_triton import architecture, constants, signs
+from quatrain.kernels.triton_math import key_state, round_to, row_state, widen
+
+_GROUPS, _TILE, _WARPS = 4, 64, 4  # a tile of 64 rows and 64 columns
+_DOWN = 8  # tiles that one program walks down, at most
+_NARROW_GROUPS = 4
+
+Scale = tuple[Tensor, float]  # amax fp32 [1] of an operand and the constant of its spec
+
+
+@triton.jit
+def _rows16(tile, GROUPS: tl.constexpr):
+    """Row i of each group of sixteen of a tile [16 groups, columns]: sixteen tensors [groups, columns]."""
+    t = tl.permute(tl.reshape(tile, [GROUPS, 16, tile.shape[1]]), (0, 2, 1))
+    parts = (t,)
+    for stage in tl.static_range(4):
+        evens = ()
+        odds = ()
+        for i in tl.static_range(1 << stage):
+            pair = tl.reshape(parts[i], [GROUPS, tile.shape[1], 8 >> stage, 2])
+            even, odd = tl.split(pair)
+            evens = evens + (even,)
+            odds = odds + (odd,)
+        parts = evens + odds
+    out = ()
+    for i in tl.static_range(16):  # each split put the lowest bit of the row's number on top of those before it
+        out = out + (tl.reshape(parts[i], [GROUPS, tile.shape[1]]),)
+    return out
+
+
+@triton.jit
+def _load_basis(basis_ptr, column, columns, rank, RANK: tl.constexpr):
+    """[RANK, columns], zero outside."""
+    k = tl.arange(0, RANK)[:, None]
+    pointers = basis_ptr + k * columns + column[None, :]
+    return tl.load(pointers, mask=(k < rank) & (column < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_tiles(
+    x_ptr, u_ptr, basis, first, column, rows, columns, stride, u_stride, rank, EVEN: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, ARCH: tl.constexpr,
+):  # fmt: skip
+    """A tile of x from row `first` on, in fp32, and the same tile of x'."""
+    row = first + tl.arange(0, ROWS)
+    pointers = x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
+    k = tl.arange(0, RANK)[None, :]
+    inside = (row < rows)[:, None]
+    if EVEN:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=inside & (column < columns)[None, :], other=0.0)
+    u = tl.load(u_ptr + row.to(tl.int64)[:, None] * u_stride + k, mask=inside & (k < rank), other=0.0)
+    x = widen(x, ARCH)
+    taken = tl.dot(widen(u, ARCH), widen(basis, ARCH)) if ARCH == 0 else tl.dot(u, basis)
+    return x, round_to(x - taken, tl.bfloat16, ARCH)
+
+
+@triton.jit
+def _narrowed(t, ARCH: tl.constexpr):
+    """fp32 numbers that BF16 holds, as BF16."""
+    if ARCH == 0:
+        return (t.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return t.to(tl.bfloat16)
+
+
+@triton.jit
+def _unaligned(column, ARCH: tl.constexpr):
+    """The same numbers, not known to be aligned: stores of two bytes each keep values in the threads that have them.
+
+    Wider ones would send each row of a tile through shared memory, for the compiler to give neighbours to one thread.
+    """
+    if ARCH == 0:
+        return column
+    zero = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [tl.zeros([1], tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return column + zero
+
+
+@triton.jit
+def projected_amax_kernel(
+    x_ptr, u_ptr, basis_ptr, out_ptr, rows, columns, stride, u_stride, rank, SIGNS: tl.constexpr, EVEN: tl.constexpr,
+    ARCH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, REPEATS: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitude of x (out[0]) and of x' along its columns, after their transform (out[1])."""
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    basis = _load_basis(basis_ptr, column, columns, rank, RANK)
+    by_row = tl.zeros([16 * GROUPS, TILE], tl.float32)
+    by_column = tl.zeros([GROUPS, TILE], tl.float32)
+    for step in range(REPEATS):
+        first = (tl.program_id(1) * REPEATS + step) * GROUPS * 16
+        x, rest = _load_tiles(
+            x_ptr, u_ptr, basis, first, column, rows, columns, stride, u_stride, rank, EVEN, RANK, 16 * GROUPS, ARCH
+        )
+        by_row = tl.maximum(by_row, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        xs = widened(_rows16(_narrowed(rest, ARCH), GROUPS), ARCH)
+        if SIGNS >= 0:
+            xs = butterfly(xs, SIGNS)
+        by_column = tl.maximum(by_column, largest_of(xs), propagate_nan=tl.PropagateNan.ALL)
+    raise_largest(out_ptr, by_row, tl.bfloat16, -1, ARCH)
+    raise_largest(out_ptr + 1, by_column, tl.bfloat16, SIGNS, ARCH)
+
+
+@triton.jit
+def _walk(
+    x_ptr, u_ptr, basis_ptr, row_codes_ptr, row_scales_ptr, row_amax, row_key_ptr, codes_ptr, scales_ptr, amax,
+    key_ptr, rows, columns, stride, u_stride, rank, row_room, room, ROW_Q: tl.constexpr, SIGNS: tl.constexpr,
+    Q: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, SAFE: tl.constexpr, ARCH: tl.constexpr,
+    RANK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, REPEATS: tl.constexpr,
+):  # fmt: skip
+    tensor, row_tensor = tensor_scales(amax, Q), tensor_scales(row_amax, ROW_Q)
+    blocks = tl.cdiv(columns, 16)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    basis = _load_basis(basis_ptr, column, columns, rank, RANK)
+    start, middle = column, column
+    if Q[7]:
+        first, second = key_state(key_ptr)
+        start, middle = row_state(first, second, column)
+    target = _unaligned(column, ARCH) if DECODED else column
+    index = tl.arange(0, GROUPS * TILE)
+    block = tl.program_id(0) * (TILE // 16) + index % (TILE // 16)
+    row_first, row_second = tl.program_id(0), tl.program_id(0)
+    if ROW_Q[7]:
+        row_first, row_second = key_state(row_key_ptr)
+    for step in range(REPEATS):
+        group = (tl.program_id(1) * REPEATS + step) * GROUPS
+        _, rest = _load_tiles(
+            x_ptr, u_ptr, basis, group * 16, column, rows, columns, stride, u_stride, rank, EVEN, RANK, 16 * GROUPS,
+            ARCH,
+        )  # fmt: skip
+        quantize_columns(
+            _rows16(_narrowed(rest, ARCH), GROUPS), codes_ptr, scales_ptr, tensor, start, middle, group, target, rows,
+            columns, room, SIGNS, Q, DECODED, EVEN, SAFE, ARCH, GROUPS,
+        )  # fmt: skip
+        row = group * 16 + index // (TILE // 16)
+        row_start, row_middle = row, row
+        if ROW_Q[7]:
+            row_start, row_middle = row_state(row_first, row_second, row)
+        quantize_rows(
+            x_ptr, row_codes_ptr, row_scales_ptr, row_tensor, row_start, row_middle, row, block, rows, columns, stride,
+            blocks, row_room, -1, ROW_Q, True, True, EVEN, SAFE, ARCH,
+        )  # fmt: skip
+
+
+@triton.jit
+def projected_kernel(
+    x_ptr, u_ptr, basis_ptr, row_codes_ptr, amax_ptr, row_key_ptr, codes_ptr, scales_ptr, key_ptr, rows, columns,
+    stride, u_stride, rank, row_room, room, ROW_Q: tl.constexpr, SIGNS: tl.constexpr, Q: tl.constexpr,
+    DECODED: tl.constexpr, EVEN: tl.constexpr, ARCH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr, REPEATS: tl.constexpr,
+):  # fmt: skip
+    """Quantize x along its rows, decoded, and x' along its columns; a program walks down REPEATS tiles."""
+    row_amax, amax = tl.load(amax_ptr), tl.load(amax_ptr + 1)
+    if is_safe(amax) & is_safe(row_amax):
+        _walk(
+            x_ptr, u_ptr, basis_ptr, row_codes_ptr, codes_ptr, row_amax, row_key_ptr, codes_ptr, scales_ptr, amax,
+            key_ptr, rows, columns, stride, u_stride, rank, row_room, room, ROW_Q, SIGNS, Q, DECODED, EVEN, True,
+            ARCH, RANK, GROUPS, TILE, REPEATS,
+        )  # fmt: skip
+    else:
+        _walk(
+            x_ptr, u_ptr, basis_ptr, row_codes_ptr, codes_ptr, row_amax, row_key_ptr, codes_ptr, scales_ptr, amax,
+            key_ptr, rows, columns, stride, u_stride, rank, row_room, room, ROW_Q, SIGNS, Q, DECODED, EVEN, False,
+            ARCH, RANK, GROUPS, TILE, REPEATS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tensor_scale(amax_ptr, constant):
+    """amax / constant; 1 for a tensor of zeros, whose codes are zeros under any scale."""
+    amax = tl.load(amax_ptr)
+    return tl.where(amax == 0.0, 1.0, tl.div_rn(amax, constant))
+
+
+@triton.jit
+def _inverse(scale, beta):
+    factor = tl.div_rn(beta, scale)
+    return tl.where(factor > 1.2676506002282294e30, 1.2676506002282294e30, factor)  # 2**100; NaN stays
+
+
+@triton.jit
+def narrow_kernel(
+    u_ptr, rows_ptr, columns_ptr, row_amax_ptr, weight_amax_ptr, column_amax_ptr, kept_amax_ptr, factors_ptr, rows,
+    rank, u_stride, rows_stride, columns_stride, beta, row_constant, weight_constant, column_constant, kept_constant,
+    SIGNS: tl.constexpr, COLUMNS: tl.constexpr, ARCH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The branch's operand beside decoded ones, and what products are multiplied by: alpha and 0, as cuBLASLt reads.
+
+    Beside rows: U beta / alpha, alpha the scales of rows and weight. With COLUMNS beside columns too: U transformed as
+    they are, times beta over their own scale; then a second alpha, of columns and kept operand.
+    """
+    row_scale = _tensor_scale(row_amax_ptr, row_constant)
+    alpha = row_scale * _tensor_scale(weight_amax_ptr, weight_constant)
+    factor = _inverse(alpha, beta)
+    column_factor = factor
+    if COLUMNS:
+        column_scale = _tensor_scale(column_amax_ptr, column_constant)
+        column_factor = _inverse(column_scale, beta)
+    if tl.program_id(0) == 0:
+        tl.store(factors_ptr, alpha)
+        tl.store(factors_ptr + 1, 0.0)
+        if COLUMNS:
+            tl.store(factors_ptr + 2, column_scale * _tensor_scale(kept_amax_ptr, kept_constant))
+            tl.store(factors_ptr + 3, 0.0)
+    k = tl.arange(0, RANK)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    us = widened(load_columns(u_ptr, group, k, rows, rank, u_stride, False), ARCH)
+    within = (k < rank)[None, :]
+    for i in tl.static_range(16):
+        row = group * 16 + i
+        place = row.to(tl.int64)[:, None] * rows_stride + k[None, :]
+        value = _narrowed(round_to(us[i] * factor, tl.bfloat16, ARCH), ARCH)
+        tl.store(rows_ptr + place, value, mask=(row < rows)[:, None] & within)
+    if COLUMNS:
+        inside = (group * 16 < rows)[:, None] & within
+        if SIGNS >= 0:
+            us = butterfly(us, SIGNS)
+            column_factor = column_factor * 0.25
+        for i in tl.static_range(16):
+            place = (group * 16 + i).to(tl.int64)[:, None] * columns_stride + k[None, :]
+            value = _narrowed(round_to(us[i] * column_factor, tl.bfloat16, ARCH), ARCH)
+            tl.store(columns_ptr + place, value, mask=inside)
+
+
+def _basis_rank(basis: Tensor) -> int:
+    return max(16, next_power_of_2(basis.shape[0]))
+
+
+def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int, int, bool]:
+    """Launch grid, groups of a tile, tiles of a program, and whether they cover the tensor exactly."""
+    groups = ceil_div(rows, 16)
+    count = min(_GROUPS, next_power_of_2(groups))
+    down = min(_DOWN, ceil_div(groups, count))
+    even = columns % _TILE == 0 and rows % (16 * count * down) == 0
+    return (ceil_div(columns, _TILE), ceil_div(groups, count * down)), count, down, even
+
+
+def projected_amaxes(x: Tensor, u: Tensor, basis: Tensor, column: QuantSpec) -> Tensor:
+    """fp32 [2]: the largest magnitude of x, and of the transpose of x - u basis under the column spec's transform.
+
+    Args:
+        x: BF16 [M, K], last stride 1.
+        u: BF16 [M, r], last stride 1.
+        basis: BF16 [r, K], contiguous.
+        column: spec of the transpose.
+    """
+    out = torch.zeros(2, dtype=torch.int32, device=x.device)
+    if x.numel():
+        (rows, columns), rank = x.shape, basis.shape[0]
+        grid, count, down, even = _grid(rows, columns)
+        launch(
+            projected_amax_kernel, grid, x, u, basis, out, rows, columns, x.stride(0), u.stride(0), rank,
+            signs(column), even, architecture(x.device.index), _basis_rank(basis), count, _TILE, down,
+            num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out.view(torch.float32)
+
+
+def quantize_projected(
+    x: Tensor, u: Tensor, basis: Tensor, specs: tuple[QuantSpec, QuantSpec],
+    keys: tuple[Tensor | None, Tensor | None], decoded: Tensor, columns: tuple[Tensor, Tensor | None], amax: Tensor,
+) -> None:  # fmt: skip
+    """Quantize x along its rows and x - u basis along its columns, from one read.
+
+    Args:
+        x: BF16 [M, K], K a multiple of 16, rows aligned to 16 bytes.
+        u: BF16 [M, r], last stride 1.
+        basis: BF16 [r, K], contiguous.
+        specs: of x and of the transpose, 1x16 NVFP4; the first without a transform.
+        keys: int64 [2] of a stochastic spec.
+        decoded: BF16 [M, >= K], written with code x block scale of x in its first K columns.
+        columns: packed codes uint8 [K, M' / 2] and scales E4M3 [K, M' / 16] of the transpose; or BF16 [M', >= K], the
+            decoded values where they were, and None. M' is M rounded up to 16.
+        amax: fp32 [2], from `projected_amaxes`.
+    """
+    if x.numel() == 0:
+        return
+    (rows, width), rank = x.shape, basis.shape[0]
+    grid, count, down, even = _grid(rows, width)
+    codes, scales = columns
+    in_place = scales is None
+    arch = architecture(x.device.index)
+    launch(
+        projected_kernel, grid, x, u, basis, decoded.view(torch.int32), amax, x if keys[0] is None else keys[0],
+        codes if in_place else codes.view(torch.int32), x if scales is None else scales.view(torch.uint8),
+        x if keys[1] is None else keys[1], rows, width, x.stride(0), u.stride(0), rank, decoded.stride(0) // 16,
+        codes.stride(0) if in_place else width, constants(specs[0]), signs(specs[1]), constants(specs[1]), in_place,
+        even, arch, _basis_rank(basis), count, _TILE, down,
+        num_warps=_WARPS, enable_fp_fusion=False, maxnreg=_registers(specs, arch),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _registers(specs: tuple[QuantSpec, QuantSpec], arch: int) -> int | None:
+    return None if arch >= 100 or "four-over-six" in (specs[0].scale, specs[1].scale) else 128
+
+
+def place_narrow(
+    u: Tensor, beta: float, rows: Tensor, scales: tuple[Scale, Scale],
+    columns: tuple[Tensor, QuantSpec, Scale, Scale] | None = None,
+) -> Tensor:  # fmt: skip
+    """Write the branch's operand beside decoded ones; returns (alpha, 0) of their product, as cuBLASLt reads them.
+
+    Args:
+        u: BF16 [M, r], last stride 1.
+        beta: what the branch is multiplied by.
+        rows: BF16 [M, r], any stride of rows: u beta / alpha.
+        scales: of what `rows` stands beside and of the other operand; alpha is their product.
+        columns: BF16 [M', r], any stride of rows, the spec by whose transform u is turned along M, and the scales of
+            what it stands beside and of the other operand.
+
+    Returns:
+        fp32 [2], with `columns` [4].
+    """
+    (tokens, rank), device = u.shape, u.device
+    factors = torch.empty(2 if columns is None else 4, dtype=torch.float32, device=device)
+    (row_amax, row_constant), (weight_amax, weight_constant) = scales
+    beside, spec, (amax, constant), (kept_amax, kept_constant) = columns or (rows, None, *scales)
+    groups = ceil_div(tokens, 16)
+    count = min(_NARROW_GROUPS, next_power_of_2(groups))
+    launch(
+        narrow_kernel, (max(1, ceil_div(groups, count)),), u, rows, beside, row_amax, weight_amax, amax, kept_amax,
+        factors, tokens, rank, u.stride(0), rows.stride(0), beside.stride(0), beta, row_constant, weight_constant,
+        constant, kept_constant, signs(spec), columns is not None, architecture(device.index),
+        max(16, next_power_of_2(rank)), count,
+        num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    return factors
