@@ -46,12 +46,12 @@ class Run:
 
     def step(self, gradient: torch.Tensor, seed: int = 0, number: int = 1, decay: float = 0.0) -> None:
         self.count += 1
-        key = torch.tensor([seed, self.count])
+        self.key, self.number = torch.tensor([seed, self.count]), number
         vector = scalars(self.count, decay=decay, betas=self.betas)
-        adamw_step([Item(self.weight, gradient, self.state, number)], vector, key, self.spec, "reference")
+        adamw_step([Item(self.weight, gradient, self.state, number)], vector, self.key, self.spec, "reference")
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode_moments(self.state, *self.weight.shape, self.spec)
+        return decode_moments(self.state, *self.weight.shape, self.spec, self.key, self.number)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -81,7 +81,7 @@ def test_error_of_the_root() -> None:
     assert abs(float(v.sum() / root.square().sum()) - 1) < 1e-3
     again = empty_state(64, 2048, MomentSpec(), CPU)
     encode_moments(m, v, again, MomentSpec())
-    assert relative(decode_moments(again, 64, 2048, MomentSpec())[0], m) < 0.05  # what is stored stays
+    assert relative(decode_moments(again, 64, 2048, MomentSpec())[0], m) < 0.065  # most of what is stored stays
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0])
@@ -177,19 +177,69 @@ def test_draws() -> None:
         assert float((other == base).float().mean()) < 1e-3
     assert base.unique().numel() == base.numel()
     draws = moments.element_draws(moments.block_hashes(torch.tensor([1, 2]), 3, torch.arange(512), 128)).double()
-    for low in (draws, (draws.int() & 0x7F).double()):
+    for low in (draws, (draws.int() & 0x7F).double(), (draws.int() & 0x3F).double()):
         centred = (low - low.mean()) / low.std()
         table = centred @ centred.t() / centred.shape[1]
         assert float((table - torch.eye(16)).abs().max()) < 0.02
         assert abs(float((centred[:, 1:] * centred[:, :-1]).mean())) < 0.01
+
+
+def drawn_moments(m: torch.Tensor, v: torch.Tensor, spec: MomentSpec, count: int) -> torch.Tensor:
+    """m as decoded after each of `count` encodings, [count, R, K]."""
+    found = []
+    for step in range(count):
+        state, key = empty_state(*m.shape, spec, CPU), torch.tensor([5, step])
+        encode_moments(m, v, state, spec, key, 3)
+        found.append(decode_moments(state, *m.shape, spec, key, 3)[0])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", ["normal", "one", "equal", "ramp"])
+def test_the_first_moment_has_no_bias(kind: str) -> None:
+    """The mean over draws is the value, within four standard errors, whatever a block looks like."""
     torch.manual_seed(0)
-    m, total = torch.randn(16, 256), torch.zeros(16, 256)
-    for step in range(400):
-        state = empty_state(16, 256, MomentSpec(), CPU)
-        encode_moments(m, torch.ones_like(m), state, MomentSpec(), torch.tensor([5, step]))
-        total += decode_moments(state, 16, 256, MomentSpec())[0]
-    assert relative(total / 400, m) < 0.012  # 14 % of noise over the square root of 400 is 0.7 %
-    assert abs(float((total * m).sum() / (400 * m * m).sum()) - 1) < 2e-3
+    m, v = torch.randn(16, 256), torch.exp(torch.randn(16, 256))
+    if kind == "one":
+        m = torch.zeros(16, 256).index_fill_(1, torch.arange(3, 256, 16), 1.0) * (1 + torch.rand(16, 256))
+    elif kind == "equal":
+        m, v = torch.full((16, 256), 0.7), torch.ones(16, 256)
+    elif kind == "ramp":
+        m, v = torch.linspace(-3, 3, 4096).view(16, 256), torch.ones(16, 256)
+    for spec in (MomentSpec(), MomentSpec(faithful=True)):
+        found = drawn_moments(m, v, spec, 100)
+        chance = found.std(dim=0) / 10
+        # Beside chance a value is placed to 1/64 of a step before it is drawn; some 3.6 steps are the root mean square.
+        allowed = 4 * chance + m.square().view(16, 16, 16).mean(dim=2).sqrt().repeat_interleave(16, dim=1) / 150
+        assert bool(((found.mean(dim=0) - m).abs() <= allowed).all())
+        assert abs(float((found.mean(dim=0) * m).sum() / m.square().sum()) - 1) < 3e-3
+
+
+def test_the_dither_halves_the_noise() -> None:
+    """Against stochastic rounding onto E2M1: a third of the variance of one rounding, and of what many add up to."""
+    torch.manual_seed(0)
+    m, v = torch.randn(16, 512), torch.ones(16, 512)
+    errors = [relative(drawn_moments(m, v, MomentSpec(faithful=faithful), 1)[0], m) for faithful in (False, True)]
+    assert errors[0] < 0.09 and errors[0] < 0.65 * errors[1]
+    gradients = [torch.randn(16, 512) for _ in range(60)]
+    wandered = []
+    for faithful in (False, True):
+        run, exact = Run(torch.zeros(16, 512), MomentSpec(faithful=faithful)), torch.zeros(16, 512)
+        for gradient in gradients:
+            exact.mul_(0.9).add_(0.1 * gradient)
+            run.step(gradient)
+        wandered.append(relative(run.decoded()[0], exact))
+    assert wandered[0] < 0.22 and wandered[0] < 0.7 * wandered[1]
+
+
+def test_another_key_finds_no_moment() -> None:
+    """What the shifts were drawn from is needed to decode; the wrong ones double the variance, and leave no bias."""
+    torch.manual_seed(0)
+    m, v = torch.randn(64, 512), torch.ones(64, 512)
+    state, key = empty_state(64, 512, MomentSpec(), CPU), torch.tensor([5, 9])
+    encode_moments(m, v, state, MomentSpec(), key, 3)
+    right, wrong = (decode_moments(state, 64, 512, MomentSpec(), key, number)[0] for number in (3, 4))
+    assert 1.5 < relative(wrong, m) / relative(right, m) < 1.9
+    assert abs(float((wrong * m).sum() / m.square().sum()) - 1) < 0.01
 
 
 def test_masters() -> None:
@@ -304,7 +354,7 @@ def test_bits_are_pinned() -> None:
     assert (zlib.crc32(data), zlib.crc32(run.weight.numpy().tobytes())) == PINNED
 
 
-PINNED = (2301715026, 8976069)
+PINNED = (805362612, 2753179948)
 
 
 def test_root_is_correctly_rounded() -> None:

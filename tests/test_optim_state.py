@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import quatrain as qt
 from quatrain import checkpoint
+from quatrain.optim.routing import tensor_id
 
 SHAPES = {"a.weight": (40, 200), "b.weight": (64, 96), "embed.weight": (50, 96), "b.bias": (64,)}
 STATES = ["nvfp4", "fp32", "bf16"]
@@ -147,6 +148,26 @@ def test_names_decide_the_order(tmp_path: Path) -> None:
                     assert torch.equal(loaded.float(), value.float())
 
 
+def test_what_moments_were_drawn_from_belongs_to_the_state() -> None:
+    """Other names (matched by position) and another seed decode the same moments, and go on with the same bits."""
+    tensors, optimizer = made(seed=7)
+    steps(tensors, optimizer, 0, 3)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    others = {"other." + name: p for name, p in parameters().items()}
+    resumed = qt.optim.AdamW(others.items(), lr=1e-2)
+    resumed.load_state_dict(saved)
+    resumed.param_groups[0]["seed"] = 8
+    for p, q in zip(tensors.values(), others.values(), strict=True):
+        q.data.copy_(p.data)
+        assert all(torch.equal(a, b) for a, b in zip(optimizer.moments(p), resumed.moments(q), strict=True))
+    assert resumed.state[others["other.a.weight"]]["m_key"].tolist() == [7, tensor_id("a.weight")]
+    steps(tensors, optimizer, 3, 5)
+    steps(dict(zip(tensors, others.values(), strict=True)), resumed, 3, 5)
+    assert same(snapshot(optimizer), snapshot(resumed))
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +295,8 @@ def test_to_torch_and_back_again(maximize: bool) -> None:
     again = qt.optim.from_torch(theirs)
     assert again.routing() == optimizer.routing()
     errors = qt.optim.conversion_error(again, theirs)
-    assert max(m for m, _ in errors.values()) < 0.1 and max(v for _, v in errors.values()) < 0.05
+    # Drawn anew as the same step would have: most elements come back to where they were.
+    assert max(m for m, _ in errors.values()) < 0.075 and max(v for _, v in errors.values()) < 0.05
     before = {name: p.detach().clone() for name, p in tensors.items()}
     steps(tensors, theirs, 20, 21)
     assert all(not torch.equal(before[name], p) for name, p in tensors.items())

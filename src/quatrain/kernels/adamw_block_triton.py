@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 
 from quatrain.formats.transform import FIXED_SIGNS
-from quatrain.kernels.halves_triton import block_of, butterfly
+from quatrain.kernels.dither import PARTS
+from quatrain.kernels.dither_triton import decoded_dithered
+from quatrain.kernels.halves_triton import block_of, butterfly, upper_pair
 from quatrain.kernels.moments import DEAD_M, DEAD_S, HELD_S, OCTAVES, ONE, SMALLEST_M
 from quatrain.kernels.moments_triton import (
+    again,
     decoded,
     encode,
     logarithm,
@@ -19,14 +22,15 @@ from quatrain.kernels.moments_triton import (
     ratio_of,
     read_units,
     reciprocal,
-    spread_hash,
+    spread,
     square_root,
     tile_sum,
 )
-from quatrain.kernels.triton_math import join4, split4, tree_sum, widen
+from quatrain.kernels.triton_math import join4, pair_hash, split4, tree_sum, widen
 
 SIGNS = tl.constexpr(sum(1 << i for i, sign in enumerate(FIXED_SIGNS) if sign < 0))
-REACH_S, HELD, REACH_M = tl.constexpr(DEAD_S), tl.constexpr(HELD_S), tl.constexpr(DEAD_M)
+REACH_S, HELD, REACH_M = tl.constexpr(DEAD_S), tl.constexpr(HELD_S), tl.constexpr(4.0 * PARTS * DEAD_M)
+M_PART = tl.constexpr(0.25 / PARTS)
 ONE_BITS, LEAST_BITS = tl.constexpr(ONE), tl.constexpr(SMALLEST_M)
 LEAST_RATIO, LARGEST_RATIO = tl.constexpr(ONE + OCTAVES[0] * 8388608), tl.constexpr(ONE + OCTAVES[1] * 8388608)
 
@@ -75,7 +79,7 @@ def _store16_upper(pointer, place, xs, inside, left, EVEN: tl.constexpr, ARCH: t
             ws = ()
             for j in tl.static_range(4):
                 a, b = xs[8 * i + 2 * j], xs[8 * i + 2 * j + 1]
-                ws = ws + (_upper_pair(a, b, ARCH),)
+                ws = ws + (upper_pair(a, b, ARCH),)
             at = word_ptr + (place // 2)[:, None] + (tl.arange(0, 4)[None, :] + 4 * i)
             tl.store(at, join4(ws[0], ws[1], ws[2], ws[3]), mask=inside[:, None])
     else:
@@ -84,15 +88,6 @@ def _store16_upper(pointer, place, xs, inside, left, EVEN: tl.constexpr, ARCH: t
         for i in tl.static_range(16):
             ys = ys + (xs[i] >> 16,)
         _store16(short, place, ys, inside, left, EVEN)
-
-
-@triton.jit
-def _upper_pair(a, b, ARCH: tl.constexpr):
-    if ARCH == 0:
-        return ((a >> 16) & 0xFFFF) | (b & -65536)
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-    )
 
 
 @triton.jit
@@ -133,7 +128,7 @@ def _kept(m_ys, ratios, gs):
     out = ()
     for i in tl.static_range(16):
         silent = (gs[i] == 0.0) & beside
-        dead = silent & (ratios[i] <= REACH_S) & (tl.abs(m_ys[i]) <= REACH_M * 0.000244140625)
+        dead = silent & (ratios[i] <= REACH_S) & (tl.abs(m_ys[i]) <= REACH_M)
         ms = ms + (tl.where(dead, 0.0, m_ys[i]),)
         out = out + (tl.where(dead, tl.minimum(ratios[i], HELD), ratios[i]),)
     return ms, out
@@ -279,13 +274,14 @@ def _read_weights(parameter, extra, place, inside, left, MASTER: tl.constexpr, E
 
 @triton.jit
 def _write_weights(
-    parameter, extra, place, ws, draws, inside, left, MASTER: tl.constexpr, EVEN: tl.constexpr, ARCH: tl.constexpr
+    parameter, extra, place, ws, base, inside, left, MASTER: tl.constexpr, EVEN: tl.constexpr, ARCH: tl.constexpr
 ):
     if parameter.dtype.element_ty == tl.float32:
         _store16(parameter, place, ws, inside, left, EVEN)
     else:
         if MASTER == 1:
             _store16(extra, place, ws, inside, left, EVEN)
+        draws = spread(again(base, ARCH)) if MASTER == 3 else ()
         out = ()
         low = ()
         for i in tl.static_range(16):
@@ -308,11 +304,14 @@ def _write_weights(
 
 @triton.jit
 def step_blocks(
-    addresses, n, start, middle, row, block, blocks, columns, inside,
+    addresses, n, keys, row, block, blocks, columns, inside,
     MASTER: tl.constexpr, PER_TILE: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, FAITHFUL: tl.constexpr,
     ARCH: tl.constexpr,
 ):  # fmt: skip
-    """The step of one block of every thread; returns the upper 12 bits of its units, m's high."""
+    """The step of one block of every thread; returns the upper 12 bits of its units, m's high.
+
+    keys: two words of each row for this step, and for the one before, which wrote the moments.
+    """
     parameter, gradient, m_codes, m_scales, m_amax, v_codes, v_scales, v_amax, v_mean, extra = addresses
     left = columns - block * 16
     place = row.to(tl.int64) * columns + block * 16
@@ -321,25 +320,29 @@ def step_blocks(
     live = inside if FULL else inside & (left > 0)
     gs = _load16(gradient, place, live, left, EVEN, ARCH)
     v_unit = read_units(tl.load(v_scales + at, mask=inside, other=0).to(tl.int32), v_amax)
-    m_unit = read_units(tl.load(m_scales + at, mask=inside, other=0).to(tl.int32), m_amax) * 0.125 * n[3]
+    m_unit = read_units(tl.load(m_scales + at, mask=inside, other=0).to(tl.int32), m_amax)
     mean = tl.load(v_mean.to(tl.pointer_type(tl.int16), bitcast=True) + tile_at, mask=inside, other=0).to(tl.int32)
     mean = (mean << 16).to(tl.float32, bitcast=True) * 65536.0
     low, high = _codes(v_codes, at, inside)
     m_low, m_high = _codes(m_codes, at, inside)
-    ys = decoded(m_low, m_high, ARCH)
     ss = ()
     if FAITHFUL:
+        ys = decoded(m_low, m_high, ARCH)
+        m_unit = m_unit * 0.125 * n[3] * 32768.0
         ratios = ys
         rest = decoded(low, high, ARCH)
         for i in tl.static_range(16):
             ss = ss + (tl.fma(rest[i], v_unit * 268435456.0, mean),)  # the product is exact
     else:
+        before = pair_hash(keys[1][0], keys[1][1], block)
+        ys = decoded_dithered(m_low, m_high, spread(before), ARCH)
+        m_unit = m_unit * M_PART * n[3]
         ratios = _ratios(low, high, v_unit, ARCH)
         if _any_zero(gs):
             ys, ratios = _kept(ys, ratios, gs)
         for i in tl.static_range(16):
             ss = ss + (ratios[i] * mean,)
-    ms = _first_moment(ys, ratios, gs, m_unit * 32768.0, n, FAITHFUL)
+    ms = _first_moment(ys, ratios, gs, m_unit, n, FAITHFUL)
     real = ()
     if not EVEN:
         for i in tl.static_range(16):
@@ -352,17 +355,17 @@ def step_blocks(
         share = tl.div_rn(1.0, count.to(tl.float32))
     total, energy = tl.where(live, tree_sum(roots), 0.0), tl.where(live, tree_sum(vs), 0.0)
     mean = tile_sum(total, PER_TILE, ARCH) * share
-    base, draws = spread_hash(start, middle, block)
+    base = pair_hash(keys[0][0], keys[0][1], block)
     if FAITHFUL:
         words = _remainder(roots, mean, tl.where(live, nearest_power(mean, 0), 0.0), real, EVEN, ARCH)
-        low, high, v_unit, whole = encode(words, draws, False, ARCH)
+        low, high, v_unit, whole = encode(words, (), False, False, ARCH)
         v_unit = tl.where(whole, v_unit * power_of(mean, -2) * 0.0000152587890625, float("nan"))
         moments = ms
     else:
         whole = live & (mean <= 3.4028234663852886e38)
         inverse = reciprocal(tl.where(whole, mean, 1.0), ARCH)
         words = _logarithms(roots, inverse, whole, real, EVEN, ARCH)
-        low, high, v_unit, whole = encode(words, draws, False, ARCH)
+        low, high, v_unit, whole = encode(words, (), False, False, ARCH)
         v_unit = v_unit * 0.25
         ratios = _ratios(low, high, v_unit, ARCH)
         mean = _matched(ratios, energy, live, real, EVEN, PER_TILE, ARCH)
@@ -373,7 +376,7 @@ def step_blocks(
     v_short = tl.where(whole, v_unit.to(tl.int32, bitcast=True) >> 20, 0x7FC)
     largest = _largest(moments)
     words = _rotated(moments, nearest_power(largest, 10), ARCH)
-    low, high, m_unit, whole = encode(words, draws, True, ARCH)
+    low, high, m_unit, whole = encode(words, spread(again(base, ARCH)), True, not FAITHFUL, ARCH)
     tl.store(m_codes + (at * 2)[:, None] + tl.arange(0, 2)[None, :], tl.join(low, high), mask=inside[:, None])
     m_unit = m_unit * power_of(largest, -12)
     m_short = tl.where(whole, m_unit.to(tl.int32, bitcast=True) >> 20, 0x7FC)
@@ -383,5 +386,5 @@ def step_blocks(
     for i in tl.static_range(16):
         bottom = tl.maximum(roots[i], tl.abs(ms[i]) * n[7]) + n[2]
         out = out + (ws[i] * n[0] - (ms[i] * size) * reciprocal(bottom, ARCH),)
-    _write_weights(parameter, extra, place, out, draws, live, left, MASTER, EVEN, ARCH)
+    _write_weights(parameter, extra, place, out, base, live, left, MASTER, EVEN, ARCH)
     return tl.where(inside, (m_short << 16) | v_short, 0)

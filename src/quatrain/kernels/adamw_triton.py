@@ -72,11 +72,12 @@ def adamw_kernel(
     )  # fmt: skip
     n = numbers(scalars_ptr, FAITHFUL)
     first, second = key_state(counter_ptr)
-    start, middle = row_words(first, second, tensor_id, row)
+    before, beside = key_state(counter_ptr, -1)
+    keys = (row_words(first, second, tensor_id, row), row_words(before, beside, tensor_id, row))
     if STEPS == 1:
         block = block0 + lane % WIDTH
         shorts = step_blocks(
-            addresses, n, start, middle, row, block, blocks, columns, (row < rows) & (block < end),
+            addresses, n, keys, row, block, blocks, columns, (row < rows) & (block < end),
             MASTER, PER_TILE, EVEN, FULL, FAITHFUL, ARCH,
         )  # fmt: skip
         shorts = tl.reshape(shorts, [ROWS, WIDTH])
@@ -86,7 +87,7 @@ def adamw_kernel(
         for step in range(tl.cdiv(end - block0, LANES)):
             block = block0 + step * LANES + lane
             found = step_blocks(
-                addresses, n, start, middle, row, block, blocks, columns, block < end,
+                addresses, n, keys, row, block, blocks, columns, block < end,
                 MASTER, PER_TILE, EVEN, FULL, FAITHFUL, ARCH,
             )  # fmt: skip
             shorts = tl.where(step_index == step, found[None, :], shorts)

@@ -49,6 +49,29 @@ def unpack_halves(word, ARCH: tl.constexpr):
 
 
 @triton.jit
+def upper_pair(a, b, ARCH: tl.constexpr):
+    """The upper halves of two words as one: a's below, b's above."""
+    if ARCH == 0:
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def unpack_block(words, ARCH: tl.constexpr):
+    """The sixteen numbers of a block, in order, as fp32."""
+    xs = ()
+    for h in tl.static_range(2):
+        a0, b0 = unpack_halves(words[4 * h], ARCH)
+        a1, b1 = unpack_halves(words[4 * h + 1], ARCH)
+        a2, b2 = unpack_halves(words[4 * h + 2], ARCH)
+        a3, b3 = unpack_halves(words[4 * h + 3], ARCH)
+        xs = xs + (a0, a1, a2, a3, b0, b1, b2, b3)
+    return xs
+
+
+@triton.jit
 def add_halves(a, b, ARCH: tl.constexpr):
     """Sums of the two pairs, each rounded."""
     if ARCH == 0:
@@ -117,12 +140,14 @@ def _across(word, ARCH: tl.constexpr):
 
 
 @triton.jit
-def line_halves(x, FACTOR: tl.constexpr, ADD: tl.constexpr, BITS: tl.constexpr, ARCH: tl.constexpr):
-    """FACTOR * x + ADD, a power of two and an even number, rounded once; BITS: of both, in half precision."""
+def line_halves(
+    x, FACTOR: tl.constexpr, ADD: tl.constexpr, FACTOR_BITS: tl.constexpr, ADD_BITS: tl.constexpr, ARCH: tl.constexpr
+):
+    """FACTOR * x + ADD, rounded once (exact in fp32, or far from where it matters); BITS: in half precision."""
     if ARCH == 0:
         low, high = _halves(x)
         return _word(low * FACTOR + ADD, high * FACTOR + ADD)
-    factor, add = tl.full(x.shape, BITS[0] * 65537, tl.int32), tl.full(x.shape, BITS[1] * 65537, tl.int32)
+    factor, add = tl.full(x.shape, FACTOR_BITS * 65537, tl.int32), tl.full(x.shape, ADD_BITS * 65537, tl.int32)
     return tl.inline_asm_elementwise(
         "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, add], dtype=tl.int32, is_pure=True, pack=1
     )

@@ -3,9 +3,12 @@
 # mypy: disable-error-code="no-untyped-def,assignment,misc"
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 
+from quatrain.kernels.dither import LINES
 from quatrain.kernels.halves_triton import (
     butterfly,
     line_halves,
@@ -13,10 +16,11 @@ from quatrain.kernels.halves_triton import (
     min_halves,
     mul_halves,
     pack_halves,
+    unpack_block,
     unpack_halves,
 )
 from quatrain.kernels.moments import FINE, MAGIC, NEAREST_TABLE, ONE, SPREAD, STOCHASTIC_TABLE
-from quatrain.kernels.triton_math import mix32, pair_hash
+from quatrain.kernels.triton_math import mix32
 
 ABSOLUTE = tl.constexpr(0x7FFF7FFF)
 HIGH_BITS = tl.constexpr(0x7F800000)
@@ -42,8 +46,15 @@ def _table_words(table: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, 16, 4))
 
 
+def _half_bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<e", value), "little")
+
+
 NEAREST, NEAREST_WORDS = tl.constexpr(NEAREST_TABLE), tl.constexpr(_table_words(NEAREST_TABLE))
 STOCHASTIC, STOCHASTIC_WORDS = tl.constexpr(STOCHASTIC_TABLE), tl.constexpr(_table_words(STOCHASTIC_TABLE))
+SLOPES, ENDS = tl.constexpr(tuple(slope for slope, _ in LINES)), tl.constexpr(tuple(8.0 + end for _, end in LINES))
+SLOPE_BITS, END_BITS = (tl.constexpr(tuple(_half_bits(value) for value in values.value)) for values in (SLOPES, ENDS))
+BENDS = tl.constexpr(len(LINES))
 MULTIPLIERS = tl.constexpr(tuple(c - (1 << 32) if c >= 1 << 31 else c for c in SPREAD))
 
 
@@ -51,18 +62,21 @@ MULTIPLIERS = tl.constexpr(tuple(c - (1 << 32) if c >= 1 << 31 else c for c in S
 def _nearest_code(x, ARCH: tl.constexpr):
     """Scaled magnitudes to 1024 + code: the smallest of three lines over E2M1's values, ties to the even code."""
     below = min_halves(
-        line_halves(x, 2.0, 1024.0, (0x4000, 0x6400), ARCH), line_halves(x, 1.0, 1026.0, (0x3C00, 0x6402), ARCH), ARCH
+        line_halves(x, 2.0, 1024.0, 0x4000, 0x6400, ARCH), line_halves(x, 1.0, 1026.0, 0x3C00, 0x6402, ARCH), ARCH
     )
-    return min_halves(below, line_halves(x, 0.5, 1028.0, (0x3800, 0x6404), ARCH), ARCH)
+    return min_halves(below, line_halves(x, 0.5, 1028.0, 0x3800, 0x6404, ARCH), ARCH)
 
 
 @triton.jit
-def _drawn_code(x, draw, ARCH: tl.constexpr):
+def _drawn_code(x, draw, BENT: tl.constexpr, ARCH: tl.constexpr):
     """The same in units of 2**-7; seven random bits carry where the fraction is larger. The code alone."""
     below = min_halves(
-        line_halves(x, 2.0, 8.0, (0x4000, 0x4800), ARCH), line_halves(x, 1.0, 10.0, (0x3C00, 0x4900), ARCH), ARCH
+        line_halves(x, 2.0, 8.0, 0x4000, 0x4800, ARCH), line_halves(x, 1.0, 10.0, 0x3C00, 0x4900, ARCH), ARCH
     )
-    place = min_halves(below, line_halves(x, 0.5, 12.0, (0x3800, 0x4A00), ARCH), ARCH)
+    place = min_halves(below, line_halves(x, 0.5, 12.0, 0x3800, 0x4A00, ARCH), ARCH)
+    if BENT:
+        for i in tl.static_range(BENDS):
+            place = min_halves(place, line_halves(x, SLOPES[i], ENDS[i], SLOPE_BITS[i], END_BITS[i], ARCH), ARCH)
     return ((place + (draw & 0x007F007F)) >> 7) & 0x00070007
 
 
@@ -85,15 +99,7 @@ def decoded(low, high, ARCH: tl.constexpr):
 
     They are sums of sixteen integers of at most 12, exact at every step.
     """
-    words = butterfly(code_block(low, high), ARCH)
-    ys = ()
-    for h in tl.static_range(2):
-        a0, b0 = unpack_halves(words[4 * h], ARCH)
-        a1, b1 = unpack_halves(words[4 * h + 1], ARCH)
-        a2, b2 = unpack_halves(words[4 * h + 2], ARCH)
-        a3, b3 = unpack_halves(words[4 * h + 3], ARCH)
-        ys = ys + (a0, a1, a2, a3, b0, b1, b2, b3)
-    return ys
+    return unpack_block(butterfly(code_block(low, high), ARCH), ARCH)
 
 
 @triton.jit
@@ -277,10 +283,11 @@ def _looked_up(low, high, DRAWN: tl.constexpr, ARCH: tl.constexpr):
 
 
 @triton.jit
-def encode(words, draws, DRAWN: tl.constexpr, ARCH: tl.constexpr):
+def encode(words, draws, DRAWN: tl.constexpr, BENT: tl.constexpr, ARCH: tl.constexpr):
     """Rotated blocks to two words of codes, the value of code 1.0, and whether all was finite.
 
-    draws: eight words of two draws each (their low seven bits), where DRAWN; scales are rounded up then.
+    draws: eight words of two draws each (their low seven bits), where DRAWN; scales are rounded up then. BENT: places
+    of `dither.LINES`.
     """
     magnitudes = ()
     for i in tl.static_range(8):
@@ -298,7 +305,7 @@ def encode(words, draws, DRAWN: tl.constexpr, ARCH: tl.constexpr):
     inverse = pack_halves(inverse, inverse, ARCH)
     index = ()
     for i in tl.static_range(8):
-        index = index + (line_halves(mul_halves(magnitudes[i], inverse, ARCH), 2.0, 1024.0, (0x4000, 0x6400), ARCH),)
+        index = index + (line_halves(mul_halves(magnitudes[i], inverse, ARCH), 2.0, 1024.0, 0x4000, 0x6400, ARCH),)
     four = _looked_up(
         _nibbles(index[0], index[1], index[2], index[3]), _nibbles(index[4], index[5], index[6], index[7]),
         DRAWN, ARCH,
@@ -311,7 +318,7 @@ def encode(words, draws, DRAWN: tl.constexpr, ARCH: tl.constexpr):
         x = mul_halves(magnitudes[i], inverse, ARCH)
         sign = (words[i] >> 12) & 0x00080008
         if DRAWN:
-            code = _drawn_code(x, draws[i], ARCH)
+            code = _drawn_code(x, draws[i], BENT, ARCH)
         else:
             code = _nearest_code(x, ARCH)
         codes = codes + (code | sign,)
@@ -335,11 +342,18 @@ def row_words(first, second, tensor_id, row):
 
 
 @triton.jit
-def spread_hash(start, middle, block):
-    """A block's hash, and eight words of two draws of 16 bits made of it."""
-    base = pair_hash(start, middle, block)
+def spread(base):
+    """Eight words of two draws of 16 bits, made of a block's hash."""
     words = ()
     for j in tl.static_range(8):
         word = base * MULTIPLIERS[j]
         words = words + (word ^ ((word >> 16) & 0xFFFF),)
-    return base, words
+    return words
+
+
+@triton.jit
+def again(word, ARCH: tl.constexpr):
+    """The same word, unknown to the compiler: what is made of it is made anew instead of kept in registers."""
+    if ARCH == 0:
+        return word
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=False, pack=1)

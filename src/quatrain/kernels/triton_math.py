@@ -257,9 +257,9 @@ def pair_hash(start, middle, pair):
 
 
 @triton.jit
-def key_state(key_ptr):
-    """Two int32 words from (seed, offset), int64 [2]."""
-    seed, offset = tl.load(key_ptr), tl.load(key_ptr + 1)
+def key_state(key_ptr, ADD: tl.constexpr = 0):
+    """Two int32 words from (seed, offset + ADD), int64 [2]."""
+    seed, offset = tl.load(key_ptr), tl.load(key_ptr + 1) + ADD
     low0, low1 = seed.to(tl.int32), offset.to(tl.int32)
     high0, high1 = (seed >> 32).to(tl.int32), (offset >> 32).to(tl.int32)
     first = mix32(low0 + -1640531527)

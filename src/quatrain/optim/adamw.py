@@ -41,8 +41,9 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 class AdamW(Optimizer):
     """AdamW with both moments in NVFP4: 1.14 bytes a parameter instead of 8.
 
-    First moment: Hadamard transform, four-over-six scales, stochastic rounding. Second moment: square root, tile mean
-    in BF16, residual through a Hadamard transform, four-over-six scales. The update itself is in fp32.
+    First moment: Hadamard transform, sixteen even steps, a dither that is subtracted when decoding (with `faithful`:
+    E2M1 with four-over-six scales and stochastic rounding). Second moment: square root, tile mean in BF16, the rest
+    through a Hadamard transform into E2M1 with four-over-six scales. The update itself is in fp32.
 
     Hidden matrices of at least 4,096 elements and 16 columns are treated so; vectors, small tensors, embeddings and
     the output head keep fp32 moments and torch's own arithmetic. `routing()` lists what happens to each tensor and
@@ -63,8 +64,8 @@ class AdamW(Optimizer):
             their own master.
         embeddings: how the moments of embeddings and output head are kept: as `state`.
         tile: elements that share one mean of the second moment; a power of two from 16 to 256.
-        faithful: the paper's bare pipeline, without denominator guard, deadband and energy-matched mean.
-        seed: of stochastic rounding.
+        faithful: the paper's bare pipeline, without denominator guard, deadband, energy-matched mean and dither.
+        seed: of random bits; a state keeps the one it began with.
         backend: "auto", or "reference" or "triton" for the NVFP4 step; honoured or refused.
         foreach: refused if True; there is one step for all tensors.
         fused, capturable: accepted and without effect: the step always is both.
@@ -158,20 +159,23 @@ class AdamW(Optimizer):
 
     def _step_group(self, group: dict[str, Any], first: int, positions: list[int]) -> None:
         plain: list[tuple[int, Tensor, dict[str, Any]]] = []
-        packed: list[tuple[int, Tensor, dict[str, Any]]] = []
+        packed: list[tuple[Tensor, dict[str, Any]]] = []
         for position in positions:
             parameter = group["params"][position]
             state = self.state[parameter]
+            number = tensor_id(label_of(group, position, first))
             if not state:
                 refuse_in_capture("a parameter's first step")
                 name = group["param_names"][position] if "param_names" in group else None
-                state.update(new_state(name, parameter, group, parameter.device))
-            number = tensor_id(label_of(group, position, first))
-            (packed if "m_codes" in state else plain).append((number, parameter, state))
+                state.update(new_state(name, parameter, group, parameter.device, number))
+            if "m_codes" in state:
+                packed.append((parameter, state))
+            else:
+                plain.append((number, parameter, state))
         if plain:
             step_plain(plain, group)
         if packed:
-            states = [state for _, _, state in packed]
+            states = [state for _, state in packed]
             holders = states
             if len(positions) < len(group["params"]):
                 holders = [self.state[p] for p in group["params"] if "m_codes" in self.state.get(p, ())]
@@ -242,11 +246,13 @@ class AdamW(Optimizer):
         self._clocks = Clocks()  # equal clocks are merged again at the next step
 
 
-def new_state(name: str | None, parameter: Tensor, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Zero moments of one tensor, on its device or on "meta"; packed ones without a clock."""
+def new_state(
+    name: str | None, parameter: Tensor, group: Mapping[str, Any], device: torch.device, number: int = 0
+) -> dict[str, Any]:
+    """Zero moments of one tensor, on its device or on "meta"; packed ones, drawn by `number`, without a clock."""
     moments, _ = storage_of(name, parameter, group)
     if moments == "nvfp4":
-        return empty_packed(parameter, group, device)
+        return empty_packed(parameter, group, device, number)
     return empty_plain(parameter, moments, group["master"], device)
 
 

@@ -22,10 +22,16 @@ def moment_spec(parameter: Tensor, group: Mapping[str, Any]) -> MomentSpec:
     return MomentSpec(tile=group["tile"], faithful=group["faithful"], master=master)
 
 
-def empty_packed(parameter: Tensor, group: Mapping[str, Any], device: torch.device) -> State:
-    """Zero moments of one tensor, on its device or on "meta" for shapes and dtypes alone; without a clock."""
+def empty_packed(parameter: Tensor, group: Mapping[str, Any], device: torch.device, number: int = 0) -> State:
+    """Zero moments of one tensor, on its device or on "meta" for shapes and dtypes alone; without a clock.
+
+    Whoever decodes the first moment has to know what its random bits were drawn from, so seed and number of the tensor
+    belong to its state ("m_key", int64 [2]): they stay what they were at its first step, whatever its group, its name
+    or its place become. On the CPU, where they are read at every step.
+    """
     rows, columns = matrix_shape(parameter)
     moments = empty_state(rows, columns, moment_spec(parameter, group), device)
+    moments["m_key"] = torch.tensor([group["seed"], number], dtype=torch.int64)
     return moments | empty_master(_matrix(parameter.detach()), group["master"], device)
 
 
@@ -37,44 +43,52 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
 def decode_packed(parameter: Tensor, state: State, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """exp_avg and exp_avg_sq as torch would have them: fp32, in the parameter's shape."""
     rows, columns = matrix_shape(parameter)
-    exp_avg, exp_avg_sq = decode_moments(state, rows, columns, moment_spec(parameter, group))
+    seed, number = state["m_key"].tolist()
+    key = key_of(seed, state["step"])
+    exp_avg, exp_avg_sq = decode_moments(state, rows, columns, moment_spec(parameter, group), key, number)
     signed = -exp_avg if group["maximize"] else exp_avg
     return signed.view(parameter.shape), exp_avg_sq.view(parameter.shape)
 
 
 def encode_packed(parameter: Tensor, moments: tuple[Tensor, Tensor], state: State, group: Mapping[str, Any]) -> None:
-    """Write exp_avg and exp_avg_sq (any dtype, the parameter's shape) into the state, to nearest."""
+    """Write exp_avg and exp_avg_sq (any dtype, the parameter's shape) into a state with a clock.
+
+    With `faithful` to nearest, else as the step that the clock shows would have written them.
+    """
     shape = matrix_shape(parameter)
+    spec = moment_spec(parameter, group)
+    seed, number = state["m_key"].tolist()
+    key = None if spec.faithful else key_of(seed, state["step"])
     exp_avg, exp_avg_sq = (m.detach().to(parameter.device, torch.float32).reshape(shape).contiguous() for m in moments)
-    encode_moments(-exp_avg if group["maximize"] else exp_avg, exp_avg_sq, state, moment_spec(parameter, group))
+    encode_moments(-exp_avg if group["maximize"] else exp_avg, exp_avg_sq, state, spec, key, number)
 
 
-def step_packed(items: list[tuple[int, Tensor, State]], group: Mapping[str, Any], backend: str) -> None:
+def step_packed(items: list[tuple[Tensor, State]], group: Mapping[str, Any], backend: str) -> None:
     """One AdamW step in place; every parameter has a gradient and a clock.
 
     Args:
-        items: tensor id, parameter, state.
-        group: lr, betas, eps, weight_decay, maximize, seed and how the moments are kept.
+        items: parameter, state.
+        group: lr, betas, eps, weight_decay, maximize and how the moments are kept.
         backend: of the kernels.
     """
-    together: dict[tuple[int, torch.dtype], list[tuple[int, Tensor, State]]] = {}
-    for item in items:
-        together.setdefault((id(item[2]["step"]), item[1].dtype), []).append(item)
-    numbers: dict[int, tuple[Tensor, Tensor]] = {}
-    for (clock, _), members in together.items():
+    together: dict[tuple[int, int, torch.dtype], list[tuple[int, Tensor, State]]] = {}
+    for parameter, state in items:
+        seed, number = state["m_key"].tolist()
+        together.setdefault((id(state["step"]), seed, parameter.dtype), []).append((number, parameter, state))
+    vectors: dict[int, Tensor] = {}
+    for (clock, seed, _), members in together.items():
         _, parameter, state = members[0]
-        if clock not in numbers:
-            vector = _next_scalars(state, group)
-            numbers[clock] = vector, key_of(group["seed"], state["step"])
-        scalars, counter = numbers[clock]
+        if clock not in vectors:
+            vectors[clock] = _next_scalars(state, group)
+        scalars, counter = vectors[clock], key_of(seed, state["step"])
         spec = moment_spec(parameter, group)
         in_place: list[Item] = []
-        for tensor_id, parameter, state in members:
+        for number, parameter, state in members:
             gradient = gradient_of(parameter)
             if _is_matrix(parameter) and _is_matrix(gradient):
-                in_place.append(Item(parameter, gradient, state, tensor_id))
+                in_place.append(Item(parameter, gradient, state, number))
             else:
-                _step_copied(tensor_id, parameter, state, scalars, counter, spec, backend)
+                _step_copied(number, parameter, state, scalars, counter, spec, backend)
         adamw_step(in_place, scalars, counter, spec, backend)
 
 

@@ -34,7 +34,8 @@ def load_exact(optimizer: Optimizer, state_dict: dict[str, Any], expected: Expec
     Args:
         optimizer: changed only once everything has been found to fit.
         state_dict: as `state_dict()` returns it; its tensors are copied to the parameters' devices.
-        expected: (name or None, parameter, saved group) -> key -> a tensor of the shape and dtype it must have.
+        expected: (name or None, parameter, saved group) -> key -> a tensor of the shape and dtype it must have, on
+            "meta" or, where it is not to go to the parameter's device, on its own.
         fixed: group options that must be equal on both sides.
 
     Raises:
@@ -230,7 +231,7 @@ def _viewed(
 
 def _copied(value: Tensor, like: Tensor, device: torch.device) -> Tensor:
     """In the memory layout that a step expects: files hold rows, a parameter may be channels-last or transposed."""
-    return torch.empty_like(like, device=device).copy_(value.detach())
+    return torch.empty_like(like, device=device if like.is_meta else like.device).copy_(value.detach())
 
 
 def _few(names: list[str]) -> str:
