@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quatrain as qt
-from quatrain.kernels import moments
+from quatrain.kernels import dither, moments
 from quatrain.kernels.adamw import (
     Item,
     MomentSpec,
@@ -81,7 +81,7 @@ def test_error_of_the_root() -> None:
     assert abs(float(v.sum() / root.square().sum()) - 1) < 1e-3
     again = empty_state(64, 2048, MomentSpec(), CPU)
     encode_moments(m, v, again, MomentSpec())
-    assert relative(decode_moments(again, 64, 2048, MomentSpec())[0], m) < 0.065  # most of what is stored stays
+    assert relative(decode_moments(again, 64, 2048, MomentSpec())[0], m) < 0.12  # one rounding more
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0])
@@ -208,18 +208,18 @@ def test_the_first_moment_has_no_bias(kind: str) -> None:
     for spec in (MomentSpec(), MomentSpec(faithful=True)):
         found = drawn_moments(m, v, spec, 100)
         chance = found.std(dim=0) / 10
-        # Beside chance a value is placed to 1/64 of a step before it is drawn; some 3.6 steps are the root mean square.
+        # Beside chance a value is placed to 1/128 of a step, and along straight lines where steps change their width.
         allowed = 4 * chance + m.square().view(16, 16, 16).mean(dim=2).sqrt().repeat_interleave(16, dim=1) / 150
         assert bool(((found.mean(dim=0) - m).abs() <= allowed).all())
         assert abs(float((found.mean(dim=0) * m).sum() / m.square().sum()) - 1) < 3e-3
 
 
-def test_the_dither_halves_the_noise() -> None:
-    """Against stochastic rounding onto E2M1: a third of the variance of one rounding, and of what many add up to."""
+def test_the_dither_takes_noise_away() -> None:
+    """Against stochastic rounding: at least a fifth of the error of one rounding, and of what many add up to."""
     torch.manual_seed(0)
     m, v = torch.randn(16, 512), torch.ones(16, 512)
     errors = [relative(drawn_moments(m, v, MomentSpec(faithful=faithful), 1)[0], m) for faithful in (False, True)]
-    assert errors[0] < 0.09 and errors[0] < 0.65 * errors[1]
+    assert errors[0] < 0.108 and errors[0] < 0.8 * errors[1]
     gradients = [torch.randn(16, 512) for _ in range(60)]
     wandered = []
     for faithful in (False, True):
@@ -228,7 +228,53 @@ def test_the_dither_halves_the_noise() -> None:
             exact.mul_(0.9).add_(0.1 * gradient)
             run.step(gradient)
         wandered.append(relative(run.decoded()[0], exact))
-    assert wandered[0] < 0.22 and wandered[0] < 0.7 * wandered[1]
+    assert wandered[0] < 0.265 and wandered[0] < 0.8 * wandered[1]
+
+
+def test_the_dither_has_next_to_no_bias() -> None:
+    """Over all 128 random numbers: within 0.1 % of a normal block's root mean square, and none along the values."""
+    torch.manual_seed(0)
+    x = (300 * torch.randn(16, 5000)).half()
+    total = torch.zeros(16, 5000)
+    for number in range(128):
+        draws = torch.full((16, 5000), number, dtype=torch.int32)
+        encoded = dither.encode_dithered(x, draws)
+        total += dither.decode_dithered(encoded.codes, draws).float() * (encoded.units / dither.PARTS)
+    size = x.float().square().mean(dim=0).sqrt()
+    bias = (total / 128 - x.float()) / size
+    assert float(bias.square().mean().sqrt()) < 1.1e-3  # half of it from half precision, which follows no value
+    assert abs(float((bias * x.float() / size).mean())) < 1.5e-4
+
+
+def test_lines_follow_the_curve() -> None:
+    """Places bent by straight lines, half-precision numbers, against the root that makes the mean exact."""
+    assert all(float(torch.tensor(x).half()) == x for slope, end in dither.LINES for x in (slope, 8 + end))
+    for code, value, width in ((4, 2.0, 0.5), (6, 4.0, 1.0)):
+        a = torch.linspace(value - 0.75 * width, value + 1.25 * width, 2001, dtype=torch.float64)
+        w = (a - value) / width
+        exact = torch.minimum(w, w / 2)
+        root = -1.5 + (2 + 2 * w).sqrt()
+        exact = torch.where(root.abs() <= 0.5, root, exact)
+        lines = [2 * a, a + 2, a / 2 + 4, *(a * slope + end for slope, end in dither.LINES)]
+        error = torch.stack(lines).amin(dim=0) - code - exact
+        assert float(error.abs().max()) < 0.009 and abs(float(error.mean())) < 2e-3
+
+
+def test_codes_of_the_first_moment_are_e2m1() -> None:
+    """Read plainly, without the random numbers, each value is within a step of what it stands for."""
+    torch.manual_seed(0)
+    x = (300 * torch.randn(16, 5000)).half()
+    draws = torch.randint(0, 65536, (16, 5000), dtype=torch.int32)
+    encoded = dither.encode_dithered(x, draws)
+    plain, value = (
+        moments.doubled(encoded.codes) / 2,
+        dither.decode_dithered(encoded.codes, draws).float() / dither.PARTS,
+    )
+    step = torch.where(plain.abs() >= 4, 2.0, torch.where(plain.abs() >= 2, 1.0, 0.5))
+    assert bool(((x.float() / encoded.units - plain).abs() <= step * 1.13).all())  # 1/8 more where places are bent
+    assert bool(((value - plain).abs() <= step / 2).all())
+    assert encoded.codes.unique().numel() == 16
+    assert float(encoded.codes.remainder(8).max()) == 7
 
 
 def test_another_key_finds_no_moment() -> None:
@@ -354,7 +400,7 @@ def test_bits_are_pinned() -> None:
     assert (zlib.crc32(data), zlib.crc32(run.weight.numpy().tobytes())) == PINNED
 
 
-PINNED = (805362612, 2753179948)
+PINNED = (515518665, 1405084582)
 
 
 def test_root_is_correctly_rounded() -> None:

@@ -295,8 +295,7 @@ def test_to_torch_and_back_again(maximize: bool) -> None:
     again = qt.optim.from_torch(theirs)
     assert again.routing() == optimizer.routing()
     errors = qt.optim.conversion_error(again, theirs)
-    # Drawn anew as the same step would have: most elements come back to where they were.
-    assert max(m for m, _ in errors.values()) < 0.075 and max(v for _, v in errors.values()) < 0.05
+    assert max(m for m, _ in errors.values()) < 0.11 and max(v for _, v in errors.values()) < 0.05
     before = {name: p.detach().clone() for name, p in tensors.items()}
     steps(tensors, theirs, 20, 21)
     assert all(not torch.equal(before[name], p) for name, p in tensors.items())

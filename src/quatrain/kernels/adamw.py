@@ -3,7 +3,7 @@
 A step reads parameter, gradient and moments once and writes them once. All of it is fp32, each product and sum rounded
 by itself, in the order that is written here; `moments.py` says how moments are kept.
 Sources: arXiv 1711.05101 (AdamW), Full-Stack FP4 (Ding et al., 2026) for the pipeline. The bound on |m| / sqrt(v), the
-deadband, the logarithm, the first moment's relation to it, its even steps and dither, and the energy-matched mean are
+deadband, the logarithm, the first moment's relation to it, its dither, and the energy-matched mean are
 this project's own and left out with `faithful`.
 """
 

@@ -2,11 +2,12 @@
 
 As in stochastic rounding a random number is added to a magnitude's place among the codes and the sum cut off. Whoever
 decodes draws the same number and subtracts it from the middle of the code's interval: what is left is spread evenly
-over one step whatever the value, with half the variance. A code read as plain E2M1 is within one step of it.
+over one step whatever the value, with half the variance. A code read as plain E2M1 is about a step away at most.
 
-Where E2M1's steps change their width, at codes 4 and 6, the interval around a place covers both widths and its mean lies
-above. Places are lowered there: with s the width below and w the distance from the change over s, -3/2 + sqrt(2 + 2 w)
-instead of w or w / 2, for results within 1/2. That is concave: a few straight lines more, of which the lowest counts.
+Where E2M1's steps change their width, at codes 4 and 6, the interval around a place covers both widths and its mean
+lies above. Places are lowered there: with s the width below and w the distance from the change over s, to -3/2 +
+sqrt(2 + 2 w) codes from it instead of w or w / 2, where that is within 1/2. It is concave: the lowest of some
+straight lines.
 
 Source: subtractive dither, L. G. Roberts, IRE Trans. Information Theory 8 (1962); L. Schuchman, IEEE Trans. Comm.
 Technology 12 (1964). Its use for moments and over steps of unequal width is this project's own.

@@ -1,7 +1,7 @@
 """How a step of AdamW decodes and encodes its NVFP4 moments, in plain PyTorch, which defines the bits.
 
 `moments.py` says what is stored and `dither.py` how the first moment's codes are drawn. With `faithful` both follow
-Full-Stack FP4 (Ding et al., 2026): differences from the tile's mean, and a first moment in E2M1 by stochastic rounding.
+Full-Stack FP4 (Ding et al., 2026): differences from the tile's mean, and stochastic rounding of the first moment.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Moments of Adam kept in NVFP4: what is stored, and how it is read and written, in plain PyTorch.
 
 A tensor flattens to a matrix [R, K]; a row is cut into tiles of T columns and blocks of 16 (K is padded with zeros to
-whole tiles). The first moment is rotated (Hadamard 16, fixed signs) and kept in even steps with a dither that is taken
-off again (`dither.py`; with `faithful` in E2M1, rounded stochastically). Of the second one the square root s is kept:
-each tile's mean in BF16 and, rotated (Hadamard 16, no signs), the rest to nearest. The rest is the logarithm of s over
-the mean, in octaves: an error of so many percent for small and large ones alike, where a difference would lose the
-small ones beside a large one, and divide by next to nothing. The mean that is stored is the one with which the tile's
-sum of squares survives the rounding. The first moment is kept relative to the power of two near the decoded s over the
-mean: so what a coordinate takes up of its neighbours' rounding has its own size.
+whole tiles). The first moment is rotated (Hadamard 16, fixed signs) and rounded with a dither that is taken off again
+(`dither.py`; with `faithful` stochastically). Of the second one the square root s is kept: each tile's mean in BF16
+and, rotated (Hadamard 16, no signs), the rest to nearest. The rest is the logarithm of s over the mean, in octaves: an
+error of so many percent for small and large ones alike, where a difference would lose the small ones beside a large
+one, and divide by next to nothing. The mean that is stored is the one with which the tile's sum of squares survives the
+rounding. The first moment is kept relative to the power of two near the decoded s over the mean: so what a coordinate
+takes up of its neighbours' rounding has its own size.
 
 Second-level scales are powers of two, so a block's codes do not depend on the rest of its row. E4M3's sign, which a
 scale has no use for, stands for a factor of 2**-14: blocks far below the row's largest keep their precision.
@@ -42,11 +42,11 @@ ONE = 0x3F800000
 OCTAVES = (-4, 7)  # s over its tile's mean is kept within: at most the tile's elements, and a sixteenth
 FINE = 4096.0  # parts of an octave that are told apart
 MAGIC = 12582912.0  # 1.5 * 2**23: what is added to it is rounded to an integer, found in the lowest bits
-# As far as rounding noise reaches: s over its tile's mean, m by steps of its block. What is held lies far enough below.
+# As far as rounding noise reaches: s over its tile's mean, m by units of its block. What is held lies far enough below.
 DEAD_S, HELD_S, DEAD_M = 0.125, 0.0625, 8.0
 
 # What 4 instead of 6 adds to a block's error, by 2 * magnitude / scale rounded: means over normally distributed
-# blocks, in 1/200 of the squared scale. For v of the squared error, for m in E2M1 of stochastic rounding's variance.
+# blocks, in 1/200 of the squared scale. For v of the squared error, for m of the variance of stochastic rounding.
 NEAREST_TABLE = (0, 8, 7, 1, 8, -18, 2, 21, 50, -42, -106, -5, 3, -12, 0, 0)
 STOCHASTIC_TABLE = (6, 13, 12, 7, 7, -26, 5, 45, 61, -99, -108, -60, 16, 0, 0, 0)
 
@@ -62,8 +62,8 @@ class MomentSpec:
 
     Args:
         tile: columns that share one mean of sqrt(v): a power of two from 16 to 256 (narrower tensors use less).
-        faithful: the paper's bare pipeline: differences from the mean, the first moment as it is and in E2M1 by
-            stochastic rounding, no deadband, no energy-matched mean, means to nearest.
+        faithful: the paper's bare pipeline: differences from the mean, the first moment as it is and without a
+            dither, no deadband, no energy-matched mean, means to nearest.
         master: what carries the precision of a BF16 parameter: "fp32", "bf16+int8" or "bf16-sr".
 
     Raises:
@@ -119,8 +119,7 @@ def empty_state(rows: int, columns: int, spec: MomentSpec, device: torch.device)
     """Zero moments of a matrix.
 
     Returns:
-        m_codes, v_codes uint8 [R, K'/2] (K' whole tiles, the first of two codes in the low bits: E2M1, of m cells 0 to
-        15 unless `faithful`); m_scales, v_scales
+        m_codes, v_codes uint8 [R, K'/2] (K' whole tiles, the first of two codes in the low bits); m_scales, v_scales
         E4M3 [R, K'/16]; m_amax, v_amax fp32 [R, chunks of 65,536 columns], 2688 times a power of two; v_mean BF16
         [R, K'/T].
 
@@ -271,7 +270,7 @@ def encode_blocks(
 
 
 def _four_bits(value: Tensor, *, up: bool) -> Tensor:
-    """Positive fp32 to four significant bits, E4M3's precision: nearest even, or up."""
+    """fp32 to four significant bits, E4M3's precision: nearest even, or up."""
     bits = value.view(torch.int32)
     carry = 0xFFFFF if up else 0x7FFFF + ((bits >> 20) & 1)
     return ((bits + carry) & -0x100000).view(torch.float32)

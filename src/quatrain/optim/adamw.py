@@ -41,9 +41,9 @@ Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, An
 class AdamW(Optimizer):
     """AdamW with both moments in NVFP4: 1.14 bytes a parameter instead of 8.
 
-    First moment: Hadamard transform, sixteen even steps, a dither that is subtracted when decoding (with `faithful`:
-    E2M1 with four-over-six scales and stochastic rounding). Second moment: square root, tile mean in BF16, the rest
-    through a Hadamard transform into E2M1 with four-over-six scales. The update itself is in fp32.
+    First moment: Hadamard transform, E2M1 with four-over-six scales, a dither that is subtracted when decoding (with
+    `faithful`: stochastic rounding). Second moment: square root, tile mean in BF16, the rest through a Hadamard
+    transform into E2M1 with four-over-six scales. The update itself is in fp32.
 
     Hidden matrices of at least 4,096 elements and 16 columns are treated so; vectors, small tensors, embeddings and
     the output head keep fp32 moments and torch's own arithmetic. `routing()` lists what happens to each tensor and

@@ -1,6 +1,6 @@
 """Between torch.optim.AdamW and quatrain.optim.AdamW, both ways.
 
-From torch: exp_avg and exp_avg_sq are encoded once, as a step would. Relative errors (Frobenius norm) are 7 to 10 % of
+From torch: exp_avg and exp_avg_sq are encoded once, as a step would. Relative errors (Frobenius norm) are 9 to 11 % of
 exp_avg and 1 to 7 % of sqrt(exp_avg_sq), more where neighbouring elements differ by orders of magnitude;
 `conversion_error` measures them. To torch: the decoded values, exact in fp32; they are what the next step would have
 used. FP32-state tensors convert without error.
