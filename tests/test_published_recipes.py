@@ -29,6 +29,25 @@ def test_each_trains(tmp_path: Path, name: str) -> None:
     assert ("root" in found["optimizer"]) == (name == "full-stack")
 
 
+def test_the_full_stack_resumes_bit_for_bit(tmp_path: Path) -> None:
+    recipe = qt.load_recipe(qt.load_recipe("full-stack").to_toml().replace("every = 2048", "every = 2"))
+    found = []
+    for name in ("straight", "broken"):
+        config = make_run(tmp_path / name, hidden_size=128, intermediate_size=128, num_hidden_layers=6)
+        seen: list[int] = []
+
+        def stop(seen: list[int] = seen, name: str = name) -> bool:
+            seen.append(1)
+            return name == "broken" and len(seen) == 4
+
+        if name == "broken":
+            with pytest.raises(KeyboardInterrupt):
+                train(config, recipe=recipe, progress=False, stop=stop)
+        summary = train(config, recipe=recipe, progress=False)
+        found.append((summary["val_loss"], summary["optimizer_bytes"], history(config.out)))
+    assert found[0] == found[1]
+
+
 def test_the_full_stack_is_the_sum_of_its_parts() -> None:
     def changes(name: str) -> dict[str, tuple[str, str, str]]:
         return {row[0]: row for row in diff(qt.load_recipe("bf16"), qt.load_recipe(name))}
