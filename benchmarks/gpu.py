@@ -26,7 +26,7 @@ from measure import BARS, Row, line, with_bar
 FOLDER = Path(__file__).parent
 LIMITS = {  # seconds
     "quantize": 170.0, "linear": 150.0, "lowrank": 90.0, "model": 420.0, "hybrid": 180.0, "optim": 240.0,
-    "attention": 150.0,
+    "attention": 150.0, "stack": 300.0,
 }  # fmt: skip
 SHORTEST = 15.0  # a section is not started with less than this
 Record = dict[str, Any]

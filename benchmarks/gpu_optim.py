@@ -112,16 +112,19 @@ class Bench:
             "split": lambda n: qt.optim.Root(
                 n, lr=1e-3, master="bf16-sr", coefficients="hybrid", split="diagonal", clip=None
             ),
+            "bf16": lambda n: qt.optim.Root(n, lr=1e-3, master="bf16-sr", operands="bf16"),
             "muon": lambda n: qt.optim.Muon(n, lr=1e-3, master="bf16-sr"),
             "torch": lambda n: torch.optim.Muon([p for _, p in n], lr=1e-3),
         }
         times = self.steps(named, makers)
         where = self.words(named, torch.bfloat16)
-        for name, key in (("root", "root_nvfp4_vs_torch_muon"), ("split", "root_split_vs_torch_muon")):
-            work = f"Root step, NVFP4 operands emulated{', diagonal split' if name == 'split' else ''}, {where}"
-            yield ratio_row(key, work, times[name], times["torch"], "torch.optim.Muon", slowdown=True)
-        work = f"Muon step, BF16 operands, {where}"
-        yield ratio_row("muon_vs_torch_muon", work, times["muon"], times["torch"], "torch.optim.Muon", slowdown=True)
+        for name, key, what in (
+            ("bf16", "root_bf16_vs_torch_muon", "Root step, BF16 operands"),
+            ("root", "root_nvfp4_vs_torch_muon", "Root step, NVFP4 operands emulated"),
+            ("split", "root_split_vs_torch_muon", "Root step, NVFP4 operands emulated, diagonal split"),
+            ("muon", "muon_vs_torch_muon", "Muon step, BF16 operands"),
+        ):
+            yield ratio_row(key, f"{what}, {where}", times[name], times["torch"], "torch.optim.Muon", slowdown=True)
 
     def model(self, batches: tuple[int, ...] = (1, 8)) -> Iterator[Row]:
         """Peak memory of whole training steps in BF16 with an fp32 master: moments in NVFP4 over moments in fp32."""
@@ -205,7 +208,7 @@ def works(bench: Bench) -> dict[tuple[str, ...], Callable[[], Iterator[Row]]]:
         (fp32, "adamw_vs_bnb8bit"): functools.partial(bench.adamw, torch.float32, fp32),
         (bf16,): functools.partial(bench.adamw, torch.bfloat16, bf16),
         ("adamw_state_bytes_per_param", "adamw_peak_bytes_per_param", "adamw_default_bytes_per_param"): bench.memory,
-        ("root_nvfp4_vs_torch_muon",): bench.root,
+        ("root_bf16_vs_torch_muon", "root_nvfp4_vs_torch_muon"): bench.root,
         ("adamw_1b_peak_memory_batch_1", "adamw_1b_peak_memory_batch_8"): bench.model,
     }
 

@@ -44,6 +44,7 @@ BARS: dict[str, tuple[str, float, float | None]] = {  # key: (direction, bar, st
     "adamw_vs_bnb8bit": ("at least", 5.0, 8.0),
     "adamw_state_bytes_per_param": ("at most", 1.16, 1.141),
     "adamw_peak_bytes_per_param": ("at most", 1.25, 1.16),
+    "root_bf16_vs_torch_muon": ("at most", 0.75, 0.6),
     "root_nvfp4_vs_torch_muon": ("at most", 1.0, 0.75),
     "attention_4k_vs_flash": ("at most", 1.0, 0.8),
     "attention_16k_vs_flash": ("at most", 1.0, None),

@@ -1,8 +1,9 @@
 """What a realignment of low-rank splits does to the training loss, against the same difference at other steps.
 
-The difference is the mean loss of the 20 steps after a step less that of the 20 before. Ten other steps are drawn from
-the constant part of the schedule, away from realignments, by a seed. A realignment is seamless when its difference lies
-within two standard deviations of theirs.
+The difference is the mean loss of the 20 steps after a step less that of the 20 before. Ten other steps are drawn by a
+seed from the neighbourhood of each realignment, away from it and from its neighbours, for the loss falls ever less
+steeply. A realignment is seamless when its difference lies within two standard deviations of theirs; over several
+realignments about one in ten lies outside by chance, so the mean of all is told as well, in standard errors.
 
     python benchmarks/realign.py [--every 150] [--set train.device=cuda] [--out runs/realign]
 """
@@ -20,7 +21,7 @@ import records
 import torch
 
 from quatrain.recipe import load_recipe
-from quatrain.train import load_run, train
+from quatrain.train import RunConfig, load_run, train
 
 ROOT = Path(__file__).parents[1]
 SPAN, OTHERS, SEED = 20, 10, 0  # steps on either side, steps compared with, their seed
@@ -50,17 +51,24 @@ def measured(state: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     recipe = load_recipe(text)
     config = load_run(options.run, [*options.set, "train.log_every=1", f"out={options.out / state}"])
     summary = train(config, recipe=recipe)
-    lines = (options.out / state / "metrics.jsonl").read_text().splitlines()
-    losses = {row["step"]: row["loss"] for line in lines if "loss" in (row := json.loads(line))}
-    warmup, decay = config.schedule.warmup, config.schedule.decay
-    first, last = int(warmup * summary["steps"]) + SPAN, int((1 - decay) * summary["steps"]) - SPAN
-    row = seam(losses, options.every, first, last)
+    row = seam(losses_of(options.out / state), options.every, *constant_part(config, summary["steps"]))
     facts = {"steps": summary["steps"], "realigned": summary["realigned"], "fingerprint": recipe.fingerprint()}
     return [row | {"key": f"realign_{state}_loss_step", **facts, "realign_seconds": summary["realign_seconds"]}]
 
 
+def losses_of(folder: Path) -> dict[int, float]:
+    """Training loss of a run's steps."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for line in lines if "loss" in (row := json.loads(line))}
+
+
+def constant_part(config: RunConfig, steps: int) -> tuple[int, int]:
+    """First and last step whose 20 neighbours on either side have the peak learning rate."""
+    return int(config.schedule.warmup * steps) + SPAN, int((1 - config.schedule.decay) * steps) - SPAN
+
+
 def seam(losses: dict[int, float], every: int, first: int, last: int) -> dict[str, Any]:
-    """How far the differences at realignments lie from those at other steps, in standard deviations of the latter.
+    """How far the differences at realignments lie from those at steps around each, in their standard deviations.
 
     Args:
         losses: by step; a realignment comes after the steps that `every` divides.
@@ -75,29 +83,46 @@ def seam(losses: dict[int, float], every: int, first: int, last: int) -> dict[st
         after, before = ([losses[step + d] for d in span] for span in (range(1, SPAN + 1), range(1 - SPAN, 1)))
         return statistics.fmean(after) - statistics.fmean(before)
 
-    at = [step for step in range(first, last + 1) if step % every == 0]
-    away = [step for step in range(first, last + 1) if min(step % every, every - step % every) > SPAN]
-    if not at or len(away) < OTHERS:
+    around = {s: others_of(s, every, first, last) for s in range(first, last + 1) if s % every == 0}
+    found = {step: others for step, others in around.items() if len(others) == OTHERS}
+    if not found:
         raise ValueError(
             f"a realignment and {OTHERS} steps away from any are needed between steps {first} and {last}, received "
-            f"{len(at)} and {len(away)}; train longer or realign at another interval"
+            f"{ {step: len(others) for step, others in around.items()} }; train longer or realign at another interval"
         )
-    others = [difference(step) for step in sorted(random.Random(SEED).sample(away, OTHERS))]
-    mean, deviation = statistics.fmean(others), statistics.stdev(others)
-    each = [(difference(step) - mean) / deviation for step in at]
+    each, deviations, own, theirs = [], [], [], []
+    for step, others in found.items():
+        values = [difference(other) for other in others]
+        mean, deviation = statistics.fmean(values), statistics.stdev(values)
+        own.append(difference(step))
+        theirs.append(mean)
+        deviations.append(deviation)
+        each.append((own[-1] - mean) / deviation)
+    deviation = statistics.fmean(d * d for d in deviations) ** 0.5
+    excess = statistics.fmean(own) - statistics.fmean(theirs)
     return {
         "work": f"loss of {SPAN} steps after a realignment less {SPAN} before, over the same at {OTHERS} other steps",
         "unit": "standard deviations",
-        "ours": round(statistics.fmean(map(difference, at)), 5),
-        "peer": round(mean, 5),
+        "ours": round(statistics.fmean(own), 5),
+        "peer": round(statistics.fmean(theirs), 5),
         "standard_deviation": round(deviation, 5),
+        "mean_in_deviations": round(excess / deviation, 3),
+        "mean_in_standard_errors": round(excess / (deviation * ((1 + 1 / OTHERS) / len(found)) ** 0.5), 3),
         "median": round(statistics.median(each), 3),
         "min": round(min(each), 3),
         "max": round(max(each), 3),
         "each": [round(z, 2) for z in each],
+        "inside": sum(abs(z) <= 2.0 for z in each),
         "repeats": len(each),
         "met": max(map(abs, each)) <= 2.0,
     }
+
+
+def others_of(step: int, every: int, first: int, last: int) -> list[int]:
+    """Up to ten steps at most one interval from a realignment, each more than 20 away from any."""
+    around = range(max(first, step - every + 1), min(last, step + every - 1) + 1)
+    away = [other for other in around if min(other % every, every - other % every) > SPAN]
+    return sorted(random.Random(f"{SEED} {step}").sample(away, min(OTHERS, len(away))))
 
 
 if __name__ == "__main__":

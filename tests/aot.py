@@ -31,6 +31,7 @@ from quatrain.kernels import (
     attention_views_triton,
     blocks_triton,
     decode_triton,
+    lowrank_gradients_triton,
     lowrank_triton,
     matmul_triton,
     nvfp4_triton,
@@ -52,13 +53,13 @@ TYPES = {
     torch.int32: "*i32", torch.float64: "*fp64", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 MODULES = (
-    nvfp4_triton, blocks_triton, decode_triton, lowrank_triton, matmul_triton, adamw_triton, products, around,
-    attention_triton, attention_backward_triton, attention_views_triton, attention_hopper_forward_triton,
-    attention_hopper_backward_triton,
+    nvfp4_triton, blocks_triton, decode_triton, lowrank_triton, lowrank_gradients_triton, matmul_triton, adamw_triton,
+    products, around, attention_triton, attention_backward_triton, attention_views_triton,
+    attention_hopper_forward_triton, attention_hopper_backward_triton,
 )  # fmt: skip
 HOSTS = (
-    quantize_triton, blocks_triton, decode_triton, lowrank_triton, adamw_triton, around, newton_schulz,
-    attention_triton, attention_views_triton,
+    quantize_triton, blocks_triton, decode_triton, lowrank_triton, lowrank_gradients_triton, adamw_triton, around,
+    newton_schulz, attention_triton, attention_views_triton,
 )  # fmt: skip
 SCALED = r"tcgen05\.mma\.\S*kind::mxf4nvf4\.block_scale|mma\.sync\.\S*kind::mxf4nvf4\.block_scale"
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -166,6 +167,8 @@ def launch_lowrank(drawn_too: bool) -> None:
         drawn = spec(rounding="stochastic")
         lowrank_triton.quantize_projected(x, u[:, 32:], basis, (drawn, both), (key, key), wide, (wide, None), amax)
     lowrank_triton.place_narrow(u[:, :32], 1.0, wide[:, :32], (one, one), (wide[:, 32:64], both, one, one))
+    narrow, square = torch.zeros(256, 32), torch.zeros(32, 32)
+    lowrank_gradients_triton.factor_gradients(narrow, wide[:32, :1024], square, basis, 1.0, torch.bfloat16)
 
 
 def launch_all() -> None:

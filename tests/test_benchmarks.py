@@ -171,6 +171,57 @@ def test_gpu_model_trains_both_and_compares(on_cpu):
     assert [r["median"] for r in script.rows("eager", script.TINY, runs)][1] == 0.5
 
 
+def test_gpu_stack_steps_and_compares(on_cpu):
+    script = load("gpu_stack", on_cpu)
+    shape = argparse.Namespace(presets=["tiny-llama"], batch=1, length=16, steps=2, warmup=0)
+    runs = {name: script.train(name, shape) for name in ("bf16", "nvfp4-lora-svd")}
+    ours, peer = runs["nvfp4-lora-svd"], runs["bf16"]
+    assert ours["losses"][1] < ours["losses"][0] and ours["parameters"] > peer["parameters"]
+    assert peer["state_bytes_per_parameter"] == pytest.approx(8.0, abs=0.01) and ours["quantized_mac_share"] > 0.5
+    key = script.key_of("step", "nemotron-1.2b", "nvfp4-lora-svd")
+    row = script.compared(key, "w", "ms", ours, peer, "step_ms")
+    assert key == row["key"] == "stack_step_nemotron_1_2b_nvfp4_lora_svd_vs_bf16" and row["repeats"] == 2
+    assert row["min"] <= row["median"] <= row["max"]
+
+
+def stack_runs(tmp_path, name, losses):
+    """Finished runs of one recipe, with a training curve, as a comparison leaves them."""
+    folders, noise = [], torch.randn(400, generator=torch.Generator().manual_seed(1)).tolist()
+    for seed in range(len(losses)):
+        folder = tmp_path / f"{name}-seed{seed}"
+        folder.mkdir()
+        lines = [json.dumps({"kind": "train", "step": s, "loss": 3.0 + noise[s - 1] / 10}) for s in range(1, 401)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        folders.append(folder.name)
+    runs = tuple(run(seed) | {"val_loss": loss, "steps": 400} for seed, loss in enumerate(losses))
+    return Row(name, tuple(folders), runs, None)
+
+
+def test_stack_gaps_are_to_bf16_and_between_recipes(tmp_path, monkeypatch):
+    script = load("stack_gaps", monkeypatch)
+    rows = [
+        stack_runs(tmp_path, "bf16", [4.0, 4.0]),
+        *(
+            Row(row.recipe, row.folders, row.runs, script.paired_gap([r["val_loss"] for r in row.runs], [4.0, 4.0]))
+            for row in (stack_runs(tmp_path, "root", [3.0, 3.0]), stack_runs(tmp_path, "full-stack", [3.03, 3.06]))
+        ),
+    ]
+    found = Comparison(tmp_path, (0, 1), 1000, tuple(rows))
+    config = load_run(FOLDER / "stack.toml", [])
+    keys = {row["key"]: row for row in script.gap_rows(found, config)}
+    assert list(keys) == ["gap_root_percent", "gap_full_stack_percent", "gap_full_stack_to_root_percent"]
+    assert keys["gap_full_stack_to_root_percent"]["per_seed"] == [1.0, 2.0]
+    assert keys["gap_full_stack_percent"]["per_seed"] == [-24.25, -23.5]
+    assert keys["gap_full_stack_percent"]["paper_percent"] == "0.838"
+    seams = script.seam_rows(found, 100, config)
+    assert [row["key"].split("_")[3] for row in seams] == ["seed0", "seed1", "mean"]
+    assert all(row["repeats"] == 2 and row["inside"] <= 2 for row in seams)
+    folder = tmp_path / "recipes"
+    assert script.recipe_of("bf16", 100, tmp_path) == "bf16" and not folder.exists()
+    path = script.recipe_of("full-stack", 100, tmp_path)
+    assert "every = 100" in Path(path).read_text() and script.recipe_of("full-stack", 100, tmp_path) == path
+
+
 def test_gpu_optim_runs_small(tmp_path, on_cpu):
     script = load("gpu_optim", on_cpu)
     keys = ["adamw_bf16_vs_torch_fused", "adamw_state_bytes_per_param"]

@@ -64,6 +64,10 @@ class Library:
         assert leading >= rows
         self._new(target, kind="layout", of=(SIZES[dtype], rows, columns, leading))
 
+    def on_matrixlayoutsetattribute(self, which: int, attribute: int, value: Any, size: int) -> None:
+        assert size == {5: 4, 6: 8}[attribute]
+        self.objects[which][attribute] = value._obj.value
+
     def on_matmulpreferencecreate(self, target: Any) -> None:
         self._new(target, kind="preference")
 
@@ -85,15 +89,29 @@ class Library:
 
     def on_matmul(self, *a: Any) -> None:
         _, operation, alpha, left, left_layout, right, right_layout, beta, c, _, out, out_layout, *rest = a
-        op = self.objects[operation]
+        op, layouts = self.objects[operation], [self.objects[i] for i in (left_layout, right_layout, out_layout)]
+        if 5 in layouts[0]:  # a batch
+            strides = [layout[6] * np.dtype(layout["of"][0]).itemsize for layout in layouts]
+            assert {layout[5] for layout in layouts} == {layouts[0][5]}
+            for i in range(layouts[0][5]):
+                places = (left + i * strides[0], right + i * strides[1], c + i * strides[2], out + i * strides[2])
+                self.add(alpha, beta, layouts, *places)
+            return
         one, two = (at(p, *self.objects[layout]["of"]) for p, layout in ((left, left_layout), (right, right_layout)))
-        factor, zero = ((ctypes.c_float * 1).from_address(p)[0] for p in (alpha, beta))
-        assert zero == 0.0 and c == out and rest[2] == 512 and rest[1] % 64 == 0
+        factor, other = ((ctypes.c_float * 1).from_address(p)[0] for p in (alpha, beta))
+        assert (other != 0.0 or c == out) and rest[2] == 512 and rest[1] % 64 == 0
         product = (one.T if op[3] else one).astype(np.float64) @ (two.T if op[4] else two).astype(np.float64) * factor
         target = at(out, *self.objects[out_layout]["of"])
+        product = product + (at(c, *self.objects[out_layout]["of"]) * other if other else 0.0)
         if op.get(7) == 4:
             product = product + at(op[8], target.dtype.type, target.shape[0], 1, target.shape[0])
         target[:] = product
+
+    def add(self, alpha: int, beta: int, layouts: list[Any], *places: int) -> None:
+        """One product of a batch: out = alpha left right + beta c, which may be an operand."""
+        one, two, c, out = (at(p, *layouts[i]["of"]) for p, i in zip(places, (0, 1, 2, 2), strict=True))
+        factors = [float((ctypes.c_float * 1).from_address(p)[0]) for p in (alpha, beta)]
+        out[:] = one.astype(np.float64) @ two.astype(np.float64) * factors[0] + c * factors[1]
 
 
 @pytest.fixture
@@ -156,6 +174,19 @@ def test_plans_are_made_once_and_scales_stay_on_the_device(library: Library) -> 
     assert [o[2] for o in library.objects.values() if o["kind"] == "operation"] == [1]  # alpha by device pointer
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_batch_of_products_added_to_another_matrix(library: Library, count: int) -> None:
+    a, x, out = torch.randn(count, 8, 8), torch.randn(count, 8, 16), torch.zeros(count, 8, 16)
+    before = x.clone()
+    assert cublaslt.add_product(out, a, x, x, 0.5) and torch.equal(x, before)
+    assert torch.allclose(out, a @ x + 0.5 * x, atol=1e-5)
+    library.found = 0
+    assert not cublaslt.add_product(out, a[:, :, :4].contiguous(), x[:, :4].contiguous(), x, 0.5)
+    for wrong in ((out, a.mT, x, x), (out, a, x[:, :4], x), (out.half(), a, x, x)):
+        with pytest.raises(ValueError, match="a batch of products needs contiguous"):
+            cublaslt.add_product(*wrong, 0.5)
+
+
 def test_nothing_to_contract_and_unaligned_bias(library: Library) -> None:
     bias = torch.randn(9)[1:]
     assert cublaslt.matmul(torch.randn(0, 4), torch.randn(4, 8), torch.float32).shape == (0, 8)
@@ -212,6 +243,14 @@ class TestOnAGpu:
                 out = cublaslt.matmul(a, b, out_dtype, factors, bias)
                 want = exact * factors[0].double() + bias.double()
                 assert out is not None and (out.double() - want).norm() <= bound * want.norm()
+
+    @pytest.mark.parametrize("count", [1, 5])
+    def test_a_batch_added_to_one_of_its_operands(self, count: int) -> None:
+        a, x = (torch.randn(count, 128, n, device="cuda").bfloat16() for n in (128, 256))
+        before, out = x.clone(), torch.empty_like(x)
+        assert cublaslt.add_product(out, a, x, x, 3.5) and torch.equal(x, before)
+        exact = a.double() @ x.double() + 3.5 * x.double()
+        assert (out.double() - exact).norm() <= 4e-3 * exact.norm()
 
     def test_a_graph_replays_with_new_scales(self) -> None:
         a, b = torch.randn(64, 128, device="cuda").bfloat16(), torch.randn(128, 48, device="cuda").bfloat16()

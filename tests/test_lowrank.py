@@ -187,6 +187,22 @@ def test_mean_split() -> None:
     linear(torch.zeros(0, 128, requires_grad=True)).sum().backward()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named_and_not_split(value: float) -> None:
+    linear, _ = make(Split(rank=16))
+    before = [factor.detach().clone() for factor in linear.factors()]
+    with torch.no_grad():
+        linear.weight[3, 5] = value
+    with pytest.raises(qt.NonFiniteError, match=r"^m: a weight that is split must be finite.*learning rate$"):
+        qt.realign(linear, torch.optim.AdamW(linear.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(before, linear.factors(), strict=True))
+    dense, _ = make(Split(rank=16, parametrize=False), ROWS)
+    with torch.no_grad():
+        dense.weight[3, 5] = value
+    with pytest.raises(qt.NonFiniteError, match="a weight that is split must be finite"):
+        dense(data()[0])
+
+
 def test_realign_keeps_the_function_and_drops_codes() -> None:
     linear, _ = make(Split(rank=16), ROWS)
     x, dy = data()

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="triton has no build for this platform")
 
 from quatrain.kernels import lowrank_triton as kernels  # noqa: E402
 from quatrain.kernels.decode_triton import decode  # noqa: E402
+from quatrain.kernels.lowrank_gradients_triton import factor_gradients  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -116,6 +117,18 @@ def test_narrow_operands_take_the_scales_back_out() -> None:
     kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(1e-30), scale(1e-20)))
     assert rows[:, :16].isfinite().all()
     assert kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(float("nan")), scale(1.0)))[0].isnan()
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(16, torch.float32), (48, torch.bfloat16)])
+def test_gradients_of_both_factors(rank: int, dtype: torch.dtype) -> None:
+    n, k = 70, 96
+    given = torch.randn(n, 2 * rank, device=DEVICE)[:, :rank]
+    rest = torch.randn(n + rank, k, device=DEVICE).to(dtype)[n:]
+    small, basis = torch.randn(rank, rank, device=DEVICE), torch.randn(rank, k, device=DEVICE).bfloat16()
+    left, right = factor_gradients(given, rest, small, basis, 0.5, dtype)
+    assert left.dtype == right.dtype == dtype and torch.equal(left, (given * 0.5).to(dtype))
+    wanted = rest.double() + 0.5 * (small.double() @ basis.double())
+    assert error(right, wanted) < (1e-5 if dtype == torch.float32 else 3e-3)
 
 
 def test_decoding_leaves_room() -> None:

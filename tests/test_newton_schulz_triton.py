@@ -117,6 +117,22 @@ def test_operands_made_with_the_product_are_those_of_what_is_stored(split: str |
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("split", [None, "diagonal"])
+def test_tall_tiles_of_symmetric_products(split: str | None) -> None:
+    """Blocks of 64 x 64 as two tiles of 64 x 32: the same matrices, whole and symmetric, and diagonals."""
+    iteration, found = Iteration(HYBRID, None, split), []
+    for tall in (1, 2):
+        tuning = twin.Tuning(fused=False, tile=32, tall=tall, tile_m=32, tile_n=64, step=32, warps=4, update_warps=4)
+        torch.manual_seed(0)
+        plan, work = prepared(random(2, 128, 128), iteration, None, tuning)
+        work.diagonals.zero_()
+        twin.step(plan, work, HYBRID[0], False)
+        found.append((work.gram, work.polynomial, work.x, *(work.diagonals if split else ())))
+    for one, other in zip(*found, strict=True):
+        assert relative(other, one) < (2e-3 if one.dtype == torch.bfloat16 else 1e-6)
+    assert all(torch.equal(m, m.mT) for m in found[1][:2])
+
+
 @pytest.mark.parametrize("spec", [None, FOUR_OVER_SIX], ids=str)
 @pytest.mark.parametrize("split", [None, "diagonal"])
 def test_one_step_is_the_references(spec: QuantSpec | None, split: str | None) -> None:

@@ -23,10 +23,10 @@ from quatrain.train.config import replace_in
 from quatrain.train.optimizer import make_optimizer
 from quatrain.train.parts import Parts, assemble
 from quatrain.train.progress import Display
-from quatrain.train.records import Metrics
+from quatrain.train.records import Metrics, failure
 from quatrain.train.savings import linear_bytes_per_element
 from quatrain.train.schedule import ScheduleConfig, phase_steps, precision_at, wsd
-from tiny_run import history, make_run
+from tiny_run import QUANTIZED, history, make_run
 
 EVENTS = ("before-temporary", "mid-file", "before-fsync", "before-rename", "after-rename")
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -604,6 +604,22 @@ def test_a_non_finite_operand_names_the_module(tmp_path, monkeypatch):
         match=r"step 3: .*infinity in model.layers.1.mlp.up_proj \(fprop.weight\).*step-00000002 is kept",
     ):
         train(config, progress=False)
+
+
+def test_a_realignment_of_a_non_finite_weight_ends_the_run_as_diverged(tmp_path, monkeypatch):
+    split = QUANTIZED.replace("[linear]", '[linear]\nsplit = { kind = "svd", rank = 16, every = 1 }')
+    config = make_run(tmp_path, f"recipe={tmp_path / 'split.toml'}")
+    (tmp_path / "split.toml").write_text(split)
+
+    @torch.no_grad()
+    def poison(parameters, *_):
+        for parameter in parameters:
+            parameter.fill_(float("nan"))
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", poison)  # after the gradients, before the step
+    with pytest.raises(NonFiniteError, match=r"step 0: .*_proj: a weight that is split must be finite"):
+        train(config, progress=False)
+    assert failure(Path(config.out))  # so that a comparison counts it and does not train it again
 
 
 def test_vocabulary_larger_than_the_model(tmp_path):

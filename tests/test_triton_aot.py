@@ -24,13 +24,13 @@ def test_kernels_compile(arch: int, target: str) -> None:
         "adamw_kernel", "momentum_kernel", "threshold_kernel", "norm_kernel", "start_kernel", "symmetric_kernel",
         "update_kernel", "operands_kernel", "weights_kernel", "sums_kernel", "center_kernel", "norms_kernel",
         "delta_kernel", "forward_kernel", "query_kernel", "key_kernel", "projected_amax_kernel", "projected_kernel",
-        "narrow_kernel",
+        "narrow_kernel", "factor_gradients_kernel",
     } | ({"hopper_forward_kernel", "hopper_query_kernel", "hopper_key_kernel"} if arch == 90 else set())  # fmt: skip
     assert all(k["target"] == target and k["bytes"] > 5000 for k in kernels)  # an empty kernel would be smaller
     assert not any(k["merges"] for k in kernels)
     nearest = [k for k in kernels if k["kernel"] in ("rows_kernel", "tiles_kernel") and not k["stochastic"]]
     products = [k for k in kernels if k["kernel"] in ("symmetric_kernel", "update_kernel")]
-    shared = {90: 131, 100: 131}.get(arch, 99) << 10  # a program that quantizes shares its multiprocessor: 99 KB
+    shared = {90: 144, 100: 144}.get(arch, 99) << 10  # a program that quantizes shares its multiprocessor: 99 KB
     assert all(k["stack"] < 100 and 0 < k["shared"] <= shared for k in products)
     assert all((k["wgmma"] > 0) == (arch == 90) for k in products)
     branch = [k for k in kernels if k["kernel"].startswith("projected")]

@@ -24,6 +24,7 @@ _SUCCESS, _NOT_SUPPORTED = 0, 15
 _POINTER_MODE, _TRANSPOSE_LEFT, _TRANSPOSE_RIGHT, _EPILOGUE, _BIAS_POINTER = 2, 3, 4, 7, 8
 _ON_DEVICE, _WITH_BIAS = 1, 4
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENT_A, _ALIGNMENT_B = 1, 3, 5, 6
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _REDUCE_IN_FP32 = 2  # a split contraction is summed in the compute type, never in the output's
 _WORKSPACE_BYTES = 32 << 20  # the library's own recommendation for Hopper
 _BIAS_ALIGNMENT = 16
@@ -48,6 +49,7 @@ _SIGNATURES = {
     "cublasLtMatmulDescSetAttribute": [_HANDLE, _INT, _HANDLE, _SIZE],
     "cublasLtMatmulDescDestroy": [_HANDLE],
     "cublasLtMatrixLayoutCreate": [_HANDLE, _INT, ctypes.c_uint64, ctypes.c_uint64, _INT64],
+    "cublasLtMatrixLayoutSetAttribute": [_HANDLE, _INT, _HANDLE, _SIZE],
     "cublasLtMatrixLayoutDestroy": [_HANDLE],
     "cublasLtMatmulPreferenceCreate": [_HANDLE],
     "cublasLtMatmulPreferenceSetAttribute": [_HANDLE, _INT, _HANDLE, _SIZE],
@@ -150,6 +152,7 @@ class Problem:
     out_dtype: torch.dtype
     scaled: bool
     biased: bool
+    batch: int = 1  # matrices one behind the other
 
 
 class _Plan:
@@ -168,9 +171,9 @@ class _Plan:
         if p.biased:
             self._set(_EPILOGUE, ctypes.c_uint32(_WITH_BIAS))
             self.set_bias(_BIAS_ALIGNMENT)  # the search only looks at the alignment of this address
-        self.left = self._layout(p.columns, p.length, p.b, p.dtype)
-        self.right = self._layout(p.length, p.rows, p.a, p.dtype)
-        self.out = self._layout(p.columns, p.rows, Stored(False, p.columns, 256), p.out_dtype)
+        self.left = self._layout(p.columns, p.length, p.b, p.dtype, p.batch)
+        self.right = self._layout(p.length, p.rows, p.a, p.dtype, p.batch)
+        self.out = self._layout(p.columns, p.rows, Stored(False, p.columns, 256), p.out_dtype, p.batch)
         self.algorithm: ctypes.Array[ctypes.c_uint64] | None = None
         self.workspace = 0
         self._search(handle, p)
@@ -183,10 +186,18 @@ class _Plan:
         """Where the next product finds its bias."""
         self._set(_BIAS_POINTER, ctypes.c_uint64(address))
 
-    def _layout(self, rows: int, columns: int, how: Stored, dtype: torch.dtype) -> int:
+    def _layout(self, rows: int, columns: int, how: Stored, dtype: torch.dtype, batch: int) -> int:
         size = (columns, rows) if how.transposed else (rows, columns)
         create, destroy = "cublasLtMatrixLayoutCreate", "cublasLtMatrixLayoutDestroy"
-        return _new(self, create, destroy, _TYPES[dtype], *size, how.leading)
+        layout = _new(self, create, destroy, _TYPES[dtype], *size, how.leading)
+        if batch > 1:
+            for attribute, value in (
+                (_BATCH_COUNT, ctypes.c_int32(batch)),
+                (_BATCH_STRIDE, ctypes.c_int64(rows * columns)),
+            ):
+                size_of = ctypes.sizeof(value)
+                _call("cublasLtMatrixLayoutSetAttribute", layout, attribute, ctypes.byref(value), size_of)
+        return layout
 
     def _search(self, handle: int, p: Problem) -> None:
         preference = _new(self, "cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceDestroy")
@@ -269,10 +280,62 @@ def matmul(
     return out
 
 
-def _launch(plan: _Plan, a: Tensor, b: Tensor, out: Tensor, factors: Tensor | None, bias: Tensor | None) -> None:
+def add_product(out: Tensor, a: Tensor, b: Tensor, c: Tensor, beta: float) -> bool:
+    """out = a @ b + beta c for a batch, accumulated in fp32 and rounded once; no copy of c on the way.
+
+    torch.baddbmm copies c to another output first, which costs a pass over it.
+
+    Args:
+        out: [k, M, N], contiguous; neither a nor b.
+        a: [k, M, K], contiguous, on a CUDA device.
+        b: [k, K, N], contiguous.
+        c: [k, M, N], contiguous, of out's dtype; may be b or out.
+        beta: multiplies c.
+
+    Returns:
+        False where the library knows no algorithm for this problem; then nothing is written.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit.
+        RuntimeError: the library is missing, or one of its functions failed.
+    """
+    (count, rows, length), columns = a.shape, b.shape[2]
+    fits = b.shape == (count, length, columns) and out.shape == c.shape == (count, rows, columns)
+    if not fits or out.dtype != c.dtype or not all(t.is_contiguous() for t in (out, a, b, c)):
+        raise ValueError(
+            "a batch of products needs contiguous a [k, M, K], b [k, K, N], and c and out [k, M, N] of one dtype, "
+            f"received {[(tuple(t.shape), t.dtype, t.stride()) for t in (a, b, c, out)]}"
+        )
+    _needed()
+    _check(a[0], b[0], out.dtype, None)
+    if out.numel() == 0:
+        return True
+    (a_how, b_how), together = map(_contiguous, (a, b)), min(t.data_ptr() & -t.data_ptr() for t in (c, out))
+    if length == 0 or together < _BIAS_ALIGNMENT:
+        return False
+    problem = Problem(rows, columns, length, a_how, b_how, a.dtype, out.dtype, False, False, count)
+    with torch.cuda.device(a.device):
+        plan = _plan(problem, a.device.index)
+        if plan.algorithm is None:
+            return False
+        _launch(plan, a, b, out, None, None, c, beta)
+    return True
+
+
+def _contiguous(matrices: Tensor) -> Stored:
+    """How each matrix of a batch lies; the alignment is that of all of them."""
+    step = matrices.stride(0) * matrices.element_size() if matrices.shape[0] > 1 else 256
+    together = matrices.data_ptr() | step
+    return Stored(False, matrices.shape[2], min(together & -together, 256))
+
+
+def _launch(
+    plan: _Plan, a: Tensor, b: Tensor, out: Tensor, factors: Tensor | None, bias: Tensor | None,
+    c: Tensor | None = None, beta: float = 0.0,
+) -> None:  # fmt: skip
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=a.device)  # freed in the stream's order
     if factors is None:
-        host = (ctypes.c_float * 2)(1.0, 0.0)
+        host = (ctypes.c_float * 2)(1.0, beta)
         alpha = ctypes.addressof(host)
     else:
         alpha = factors.data_ptr()
@@ -289,7 +352,7 @@ def _launch(plan: _Plan, a: Tensor, b: Tensor, out: Tensor, factors: Tensor | No
             a.data_ptr(),
             plan.right,
             alpha + 4,  # beta
-            out.data_ptr(),
+            (out if c is None else c).data_ptr(),
             plan.out,
             out.data_ptr(),
             plan.out,

@@ -3,7 +3,7 @@
     Y         = [Q(X) | h'] [Q(W) | L2]^T              h' = h beta / alpha, h = X L1^T
     dX        = [Q(dY) | d'] [Q(W) ; L1]               d' = d beta / alpha, d = dY L2
     [dW; R]   = [Q(dY')^T ; H(d)''] Q(X')              X' = X - z Q1^T, z = X Q1, dY' = dY - a Q2^T, a = dY Q2
-    dL2       = beta dY^T h        dL1 = R + beta (L2^T dY^T z) Q1^T
+    dL2       = beta dY^T h        dL1 = R + beta (d^T z) Q1^T
 
 with alpha the product of both operands' tensor scales, which GEMM multiplies its fp32 accumulator by, and '' for
 beta over the scale of dY'. Decoded operands are written with room for the branch's columns beside them, so the branch
@@ -119,13 +119,14 @@ def backward(
         branch: the factors, BF16.
         specs: the six rows of a linear.
         keys: int64 [2] of dgrad.grad and wgrad.grad, where they are stochastic.
-        out_dtype: of dW; float32 or bfloat16.
+        out_dtype: of dW, dL2 and dL1; float32 or bfloat16.
 
     Returns:
-        dX [T, K] BF16; (I - P2) G (I - P1) [N, K] in `out_dtype`; dL2 [N, r] and dL1 [r, K] fp32; amax fp32 [2] of dY
-        and of dY'.
+        dX [T, K] BF16; (I - P2) G (I - P1) [N, K], dL2 [N, r] and dL1 [r, K] in `out_dtype`; amax fp32 [2] of dY and
+        of dY'.
     """
     from quatrain.kernels.decode_triton import decode
+    from quatrain.kernels.lowrank_gradients_triton import factor_gradients
     from quatrain.kernels.lowrank_triton import place_narrow, projected_amaxes, quantize_projected
 
     dy = dy if dy.stride(1) == 1 and dy.stride(0) % 8 == 0 and dy.data_ptr() % 16 == 0 else dy.contiguous()
@@ -147,11 +148,10 @@ def backward(
     dx = _scaled(wide[:, : width + rank], w, factors[:2], torch.bfloat16, None)
     del wide, w
     found = _scaled(tall[:, : width + rank].t(), decode(kept[0], kept[1], other).t(), factors[2:], out_dtype, None)
-    narrow = product(dy.t(), u, torch.float32)  # [N, 2 r] dY^T [h | z]
-    exact = product(branch.outward[:rank].float(), narrow[:, rank:], torch.float32)
-    exact = product(exact, branch.inward[rank:].float(), torch.float32)
-    dright = torch.add(found[width:], exact, alpha=branch.beta)
-    return dx, found[:width], narrow[:, :rank] * branch.beta, dright, amax
+    given = product(dy.t(), u[:, :rank], torch.float32)
+    small = product(v[:, :rank].t(), u[:, rank:], torch.float32)
+    left, right = factor_gradients(given, found[width:], small, branch.inward[rank:], branch.beta, out_dtype)
+    return dx, found[:width], left, right, amax
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

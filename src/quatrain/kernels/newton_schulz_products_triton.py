@@ -54,35 +54,39 @@ def symmetric_kernel(
     Q: tl.constexpr,
     ARCH: tl.constexpr,
     TILE: tl.constexpr,
+    TALL: tl.constexpr,  # rows of a tile over its columns; 1 with QUANTIZED
     STEP: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """One tile of X X^T, or of b A + c A A^T; its mirror image; the operand that both become."""
-    side = m // TILE
-    tiles = side * (side + 1) // 2
+    ROWS: tl.constexpr = TILE * TALL
+    side = m // ROWS
+    tiles = TALL * side * (side + 1) // 2
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    i, j = _triangle(tl.program_id(0) % tiles)
-    row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+    i, square = _triangle(tl.program_id(0) % tiles // TALL)  # of blocks of ROWS x ROWS
+    j = square * TALL + tl.program_id(0) % TALL
+    row, column = i * ROWS + tl.arange(0, ROWS), j * TILE + tl.arange(0, TILE)
     k = tl.arange(0, STEP)
     left = x_ptr + batch * m * length + (row[:, None] * length + k[None, :])
     right = x_ptr + batch * m * length + (column[:, None] * length + k[None, :])
-    total = tl.zeros((TILE, TILE), tl.float32)
+    total = tl.zeros((ROWS, TILE), tl.float32)
     for _ in range(0, length, STEP):
         total = tl.dot(_operand(tl.load(left), ARCH), tl.trans(_operand(tl.load(right), ARCH)), total)
         left += STEP
         right += STEP
     at = batch * m * m + (row[:, None] * m + column[None, :])
     along = batch * m + row
+    crossed = (row >= j * TILE) & (row < j * TILE + TILE)  # rows that meet the diagonal inside this tile
     if SPLIT:
-        d, e = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+        d, e = tl.zeros((ROWS,), tl.float32), tl.zeros((TILE,), tl.float32)
         if POLYNOMIAL:
             d, e = tl.load(diagonal_ptr + along), tl.load(diagonal_ptr + batch * m + column)
-        if i == j:
+        if i == square:
             found = tl.sum(tl.where(row[:, None] == column[None, :], total, 0.0), 1)
             if POLYNOMIAL:
-                tl.store(polynomial_ptr + along, d * b + (d * d + found) * c)
+                tl.store(polynomial_ptr + along, d * b + (d * d + found) * c, mask=crossed)
             else:
-                tl.store(diagonal_ptr + along, found)
+                tl.store(diagonal_ptr + along, found, mask=crossed)
     if POLYNOMIAL:
         stored = widen(tl.load(gram_ptr + at), ARCH)
         if SPLIT:
@@ -94,8 +98,8 @@ def symmetric_kernel(
     tl.store(out_ptr + at, rounded)
     if SPLIT:
         tl.debug_barrier()
-        if i == j:
-            tl.store(out_ptr + batch * m * m + (row * m + row), tl.zeros((TILE,), tl.bfloat16))
+        if i == square:
+            tl.store(out_ptr + batch * m * m + (row * m + row), tl.zeros((ROWS,), tl.bfloat16), mask=crossed)
     if QUANTIZED:
         tl.debug_barrier()
         here = batch * m * m + (i * TILE * m + j * TILE)
@@ -103,7 +107,7 @@ def symmetric_kernel(
         if i != j:
             mirrored = batch * m * m + (j * TILE * m + i * TILE)
             columns_of_tile(out_ptr + here, operand_ptr + mirrored, m, m, True, TILE, TILE, LANES, Q, ARCH)
-    elif i != j:
+    elif i != square:
         tl.store(out_ptr + batch * m * m + (column[:, None] * m + row[None, :]), tl.trans(rounded))
 
 

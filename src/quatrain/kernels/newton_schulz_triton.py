@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quatrain.formats import QuantSpec
+from quatrain.kernels import cublaslt
 from quatrain.kernels import newton_schulz_elements_triton as elements
 from quatrain.kernels import newton_schulz_products_triton as products
 from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
@@ -43,11 +44,13 @@ class Tuning:
         fused: quantize tiles where they are made, instead of in passes of their own.
         library: leave a X + B X to cuBLAS; its operands then take a pass of their own.
         tile: rows and columns of a tile of a symmetric product.
+        tall: rows over columns of a tile of X X^T, where nothing is quantized there and sides are multiples of both.
         tile_m: rows of a tile of a X + B X.
         tile_n: its columns.
         step: of the contraction.
         stages: of the symmetric products' pipeline. Three of 128 x 128 leave room for a second program, whose products
             run while the first one quantizes.
+        tall_stages: of the pipeline of tall tiles.
         warps: of a program of a symmetric product.
         update_stages: of the pipeline of a X + B X.
         update_warps: of its programs.
@@ -57,10 +60,12 @@ class Tuning:
     fused: bool = True
     library: bool = False
     tile: int = 128
+    tall: int = 1
     tile_m: int = 128
     tile_n: int = 128
     step: int = 64
     stages: int = 3
+    tall_stages: int = 3
     warps: int = 8
     update_stages: int = 3
     update_warps: int = 8
@@ -68,9 +73,10 @@ class Tuning:
 
 
 SMALL = Tuning(tile=64, tile_m=64, tile_n=64, warps=4, update_warps=4)  # for sides up to 64
-# Codes cost about as much arithmetic as a product has pauses: on Hopper passes of their own beside cuBLAS are faster.
-CODED = Tuning(fused=False, library=True, registers=None)
-_ROOMY = (80, 90, 100, 103)  # architectures with shared memory for a fourth stage
+# cuBLAS multiplies faster than Triton where no half of a product can be left out, and codes cost about as much
+# arithmetic as a product has pauses: on Hopper passes of their own beside cuBLAS are faster.
+LARGE = Tuning(fused=False, library=True, registers=None)
+_ROOMY = (80, 90, 100, 103)  # architectures with shared memory for three stages of tall tiles
 
 
 @dataclass(frozen=True)
@@ -146,8 +152,8 @@ def make_plan(iteration: Iteration, narrow: int, x: Tensor, tuning: Tuning | Non
         spec is not None and spec.format == "nvfp4" and spec.block_shape == (1, 16) and (spec.scale or "to-6") in _RULES
     )
     if tuning is None:
-        coded = replace(CODED, stages=4) if _arch(x) in _ROOMY else CODED
-        tuning = SMALL if narrow <= 64 else Tuning() if spec is None else coded
+        large = replace(LARGE, tall=2, stages=4) if _arch(x) in _ROOMY else LARGE
+        tuning = SMALL if narrow <= 64 else large
     q = constants(spec if fast and spec is not None else QuantSpec("nvfp4"))
     return _Plan(iteration, tuning, fast, q, _arch(x))
 
@@ -266,12 +272,15 @@ def _symmetric(
     t = plan.tuning
     count, m, length = x.shape
     b, c = polynomial or (0.0, 0.0)
-    side = m // t.tile
+    # A polynomial needs registers for A beside the sums.
+    tall = 1 if plan.fused or polynomial or m % (t.tile * t.tall) else t.tall
+    side = m // (t.tile * tall)
     launch(
-        products.symmetric_kernel, (count * side * (side + 1) // 2,), x, out, operand, work.gram, work.diagonals[0],
-        work.diagonals[1], b, c, m, length, polynomial is not None, plan.split, plan.fused, plan.q, plan.arch,
-        t.tile, t.step, _lanes(plan, t.tile, t.tile, t.warps),
-        num_warps=t.warps, num_stages=t.stages, maxnreg=t.registers, enable_fp_fusion=False,
+        products.symmetric_kernel, (count * tall * side * (side + 1) // 2,), x, out, operand, work.gram,
+        work.diagonals[0], work.diagonals[1], b, c, m, length, polynomial is not None, plan.split, plan.fused,
+        plan.q, plan.arch, t.tile, tall, t.step, _lanes(plan, t.tile, t.tile, t.warps),
+        num_warps=t.warps, num_stages=t.stages if tall == 1 else t.tall_stages, maxnreg=t.registers,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -308,7 +317,9 @@ def _library_update(plan: _Plan, work: _Work, a: float, last: bool) -> None:
             _requantize(plan, work)
         return
     if work.columns is work.x:
-        torch.baddbmm(work.x, work.right, work.columns, beta=a, out=work.spare)
+        direct = work.x.is_cuda and cublaslt.obstacle(work.x.device) is None
+        if not (direct and cublaslt.add_product(work.spare, work.right, work.columns, work.x, a)):
+            torch.baddbmm(work.x, work.right, work.columns, beta=a, out=work.spare)
         work.x, work.rows, work.columns, work.spare = work.spare, work.spare, work.spare, work.x
         return
     work.x.baddbmm_(work.right, work.columns, beta=a)

@@ -5,10 +5,10 @@ from quatrain.nn.attention import attention_keys, quantized_attention
 from quatrain.nn.attention_interface import AttentionSlot, convert_attention, register_attention
 from quatrain.nn.dense import dense_state_dict, exact_splits, load_dense, load_exact_splits, realign, realign_cost
 from quatrain.nn.linear import LinearRows, QuantLinear, convert
+from quatrain.nn.nonfinite import NonFiniteError
 from quatrain.nn.split import Split, describe_split
 from quatrain.nn.state import (
     OPERANDS,
-    NonFiniteError,
     SharedState,
     check_finite,
     drop_weight_codes,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quatrain.nn.nonfinite import NonFiniteError
+
 OVERSAMPLE = 8
 POWER_PASSES = 2
 _SHIFT = 1e-12  # of the Gram matrix's mean diagonal: far above float64's rounding, so Cholesky cannot fail
@@ -160,7 +162,16 @@ def _factors(w: Tensor, left: Tensor, right: Tensor, beta: float) -> Factors:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending, and vectors of a small symmetric matrix; on the CPU, whose bits all devices share."""
+    """Eigenvalues, descending, and vectors of a small symmetric matrix; on the CPU, whose bits all devices share.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity, which what the matrix was made of then holds too.
+    """
     small = matrix.cpu()
+    if not bool(small.isfinite().all()):
+        raise NonFiniteError(
+            "a weight that is split must be finite, received NaN or infinity; resume from the last checkpoint with a "
+            "lower learning rate"
+        )
     values, vectors = torch.linalg.eigh((small + small.t()) / 2)
     return values.flip(0).to(matrix.device), vectors.flip(1).to(matrix.device)

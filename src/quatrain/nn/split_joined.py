@@ -103,5 +103,5 @@ def _(
     column_key: Tensor | None, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (double, k), n = inward.shape, dy.shape[1]
-    left, right, seen = (dy.new_empty(s, dtype=torch.float32) for s in ((n, double // 2), (double // 2, k), (2,)))
-    return dy.new_empty(dy.shape[0], k), dy.new_empty((n, k), dtype=out_dtype), left, right, seen
+    dw, left, right = (dy.new_empty(s, dtype=out_dtype) for s in ((n, k), (n, double // 2), (double // 2, k)))
+    return dy.new_empty(dy.shape[0], k), dw, left, right, dy.new_empty(2, dtype=torch.float32)

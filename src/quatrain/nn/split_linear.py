@@ -20,6 +20,7 @@ from quatrain.nn.lowrank import (
     split_by_directions,
     split_by_weight,
 )
+from quatrain.nn.nonfinite import NonFiniteError
 from quatrain.nn.products import product, wide_dtype
 from quatrain.nn.realign import sketch_input, sum_over_ranks
 from quatrain.nn.shards import whole, write
@@ -108,12 +109,18 @@ class SplitLinear(nn.Linear):
         Args:
             dense: any floating dtype.
             fresh: by the weight itself, whatever the basis, and without the old factors as a start.
+
+        Raises:
+            NonFiniteError: W holds a NaN or an infinity; nothing is written.
         """
         split = self._split
         if split is None or not split.has_factors:
             write(self.weight, dense)
             return
-        parts = self._new_factors(dense.detach(), split, fresh)
+        try:
+            parts = self._new_factors(dense.detach(), split, fresh)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{self._shared_state.names[self._index]}: {error}") from None
         left, right = self.factors()
         for parameter, value in ((self.weight, parts.residual), (left, parts.left), (right, parts.right)):
             write(parameter, value)

@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quatrain.kernels.attention_rows import ATTENTION_OPERANDS
+from quatrain.nn.nonfinite import NonFiniteError
 from quatrain.nn.realign import Splits
 
 OPERANDS = ("fprop.input", "fprop.weight", "dgrad.grad", "dgrad.weight", "wgrad.grad", "wgrad.input")
 PRECISIONS = (None, "forward", "both")
-
-
-class NonFiniteError(RuntimeError):
-    """An operand of a quantized GEMM was NaN or infinite; the message names module and operand."""
 
 
 class SharedState:

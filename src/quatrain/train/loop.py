@@ -184,10 +184,11 @@ class Trainer:
         model.train()
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.parts.device)
-        for batch in self._batches():
-            loss = self.parts.loss(batch)
-            (loss / settings.accumulate).backward()
-            total += loss.detach() / settings.accumulate
+        with self._recorded():
+            for batch in self._batches():
+                loss = self.parts.loss(batch)
+                (loss / settings.accumulate).backward()
+                total += loss.detach() / settings.accumulate
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # the step's one wait for the device
@@ -197,8 +198,17 @@ class Trainer:
             nn.utils.clip_grads_with_norm_(model.parameters(), settings.clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        with self._recorded():
+            self.optimizer.step()
         return loss_value, norm_value
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """A weight that cannot be split anew, as it is no longer finite, ends the run like any other NaN."""
+        try:
+            yield
+        except NonFiniteError as error:
+            self._fail(str(error))
 
     def _raise_nonfinite(self, problem: str) -> None:
         """Name the operands of the forward pass alone, if any: a backward pass spreads a NaN to every module."""
