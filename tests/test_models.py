@@ -147,7 +147,7 @@ def test_shape_from_a_folder(tmp_path):
 
 
 def test_errors_name_rule_received_and_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"one of nemotron-1\.2b, .*tiny-llama; received 'tiny'; choose"):
+    with pytest.raises(ValueError, match=r"one of llama-76m, nemotron-1\.2b, .*tiny-llama; received 'tiny'; choose"):
         build("tiny")
     with pytest.raises(ValueError, match="vocab_size is at least 1; received 0; leave it out"):
         build("tiny-llama", vocab_size=0)
