@@ -18,72 +18,33 @@ from torch import Tensor
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels.launch_triton import ceil_div, launch, next_power_of_2
-from quatrain.kernels.nvfp4_block_triton import butterfly, widened
+from quatrain.kernels.lowrank_branch_triton import (
+    larger_halves,
+    largest_column,
+    largest_row,
+    load_basis,
+    load_rows,
+    place_columns,
+    place_of,
+    projected,
+)
+from quatrain.kernels.nvfp4_block_triton import butterfly, elements, widened
 from quatrain.kernels.nvfp4_triton import (
     is_safe,
-    largest_of,
     load_columns,
-    quantize_columns,
     quantize_rows,
     raise_largest,
     tensor_scales,
 )
 from quatrain.kernels.quantize_triton import architecture, constants, signs
-from quatrain.kernels.triton_math import key_state, round_to, row_state, widen
+from quatrain.kernels.triton_math import key_state, round_to, row_state
 
-_GROUPS, _TILE, _WARPS = 4, 64, 4  # a tile of 64 rows and 64 columns
-_DOWN = 8  # tiles that one program walks down, at most
+# Warps, adjacent columns of a thread, and tiles of 64 rows that one program walks down, at most.
+_AMAX_TILING = (4, 4, 8)
+_TILING = (4, 2, 8)
 _NARROW_GROUPS = 4
 
 Scale = tuple[Tensor, float]  # amax fp32 [1] of an operand and the constant of its spec
-
-
-@triton.jit
-def _rows16(tile, GROUPS: tl.constexpr):
-    """Row i of each group of sixteen of a tile [16 groups, columns]: sixteen tensors [groups, columns]."""
-    t = tl.permute(tl.reshape(tile, [GROUPS, 16, tile.shape[1]]), (0, 2, 1))
-    parts = (t,)
-    for stage in tl.static_range(4):
-        evens = ()
-        odds = ()
-        for i in tl.static_range(1 << stage):
-            pair = tl.reshape(parts[i], [GROUPS, tile.shape[1], 8 >> stage, 2])
-            even, odd = tl.split(pair)
-            evens = evens + (even,)
-            odds = odds + (odd,)
-        parts = evens + odds
-    out = ()
-    for i in tl.static_range(16):  # each split put the lowest bit of the row's number on top of those before it
-        out = out + (tl.reshape(parts[i], [GROUPS, tile.shape[1]]),)
-    return out
-
-
-@triton.jit
-def _load_basis(basis_ptr, column, columns, rank, RANK: tl.constexpr):
-    """[RANK, columns], zero outside."""
-    k = tl.arange(0, RANK)[:, None]
-    pointers = basis_ptr + k * columns + column[None, :]
-    return tl.load(pointers, mask=(k < rank) & (column < columns)[None, :], other=0.0)
-
-
-@triton.jit
-def _load_tiles(
-    x_ptr, u_ptr, basis, first, column, rows, columns, stride, u_stride, rank, EVEN: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr, ARCH: tl.constexpr,
-):  # fmt: skip
-    """A tile of x from row `first` on, in fp32, and the same tile of x'."""
-    row = first + tl.arange(0, ROWS)
-    pointers = x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
-    k = tl.arange(0, RANK)[None, :]
-    inside = (row < rows)[:, None]
-    if EVEN:
-        x = tl.load(pointers)
-    else:
-        x = tl.load(pointers, mask=inside & (column < columns)[None, :], other=0.0)
-    u = tl.load(u_ptr + row.to(tl.int64)[:, None] * u_stride + k, mask=inside & (k < rank), other=0.0)
-    x = widen(x, ARCH)
-    taken = tl.dot(widen(u, ARCH), widen(basis, ARCH)) if ARCH == 0 else tl.dot(u, basis)
-    return x, round_to(x - taken, tl.bfloat16, ARCH)
 
 
 @triton.jit
@@ -95,40 +56,49 @@ def _narrowed(t, ARCH: tl.constexpr):
 
 
 @triton.jit
-def _unaligned(column, ARCH: tl.constexpr):
-    """The same numbers, not known to be aligned: stores of two bytes each keep values in the threads that have them.
+def _largest(
+    x_ptr, u_ptr, basis, first, rows, columns, stride, u_stride, rank, SIGNS: tl.constexpr, EVEN: tl.constexpr,
+    ARCH: tl.constexpr, RANK: tl.constexpr, WARPS: tl.constexpr, V: tl.constexpr, REPEATS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitudes of x, two BF16 numbers in a word, and of x' after its transform, as bits.
 
-    Wider ones would send each row of a tile through shared memory, for the compiler to give neighbours to one thread.
+    Programs begin with the last rows: the product that made U has just read them, they are cached.
     """
-    if ARCH == 0:
-        return column
-    zero = tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [tl.zeros([1], tl.int32)], dtype=tl.int32, is_pure=True, pack=1
-    )
-    return column + zero
+    by_row = tl.zeros([4, 8, WARPS, V // 2], tl.int32)
+    by_column = tl.zeros([4, 8, WARPS, V], tl.float32)
+    strip = tl.num_programs(1) - 1 - tl.program_id(1)
+    for step in range(REPEATS):
+        start = (strip * REPEATS + step) * 4
+        xs = load_rows(x_ptr, first, start, rows, columns, stride, EVEN, ARCH, WARPS, V)
+        words = projected(xs, u_ptr, basis, start, rows, u_stride, rank, RANK, WARPS, V, ARCH)
+        by_row = larger_halves(by_row, largest_row(xs, ARCH), ARCH)
+        largest = largest_column(elements(words), SIGNS, EXACT)
+        by_column = tl.maximum(by_column, largest, propagate_nan=tl.PropagateNan.ALL)
+    return by_row, by_column
 
 
 @triton.jit
 def projected_amax_kernel(
     x_ptr, u_ptr, basis_ptr, out_ptr, rows, columns, stride, u_stride, rank, SIGNS: tl.constexpr, EVEN: tl.constexpr,
-    ARCH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, REPEATS: tl.constexpr,
+    ARCH: tl.constexpr, RANK: tl.constexpr, WARPS: tl.constexpr, V: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude of x (out[0]) and of x' along its columns, after their transform (out[1])."""
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    basis = _load_basis(basis_ptr, column, columns, rank, RANK)
-    by_row = tl.zeros([16 * GROUPS, TILE], tl.float32)
-    by_column = tl.zeros([GROUPS, TILE], tl.float32)
-    for step in range(REPEATS):
-        first = (tl.program_id(1) * REPEATS + step) * GROUPS * 16
-        x, rest = _load_tiles(
-            x_ptr, u_ptr, basis, first, column, rows, columns, stride, u_stride, rank, EVEN, RANK, 16 * GROUPS, ARCH
-        )
-        by_row = tl.maximum(by_row, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-        xs = widened(_rows16(_narrowed(rest, ARCH), GROUPS), ARCH)
-        if SIGNS >= 0:
-            xs = butterfly(xs, SIGNS)
-        by_column = tl.maximum(by_column, largest_of(xs), propagate_nan=tl.PropagateNan.ALL)
-    raise_largest(out_ptr, by_row, tl.bfloat16, -1, ARCH)
+    first = tl.program_id(0) * (8 * WARPS * V)
+    basis = load_basis(basis_ptr, first, columns, rank, RANK, WARPS, V)
+    by_row, by_column = _largest(
+        x_ptr, u_ptr, basis, first, rows, columns, stride, u_stride, rank, SIGNS, EVEN, ARCH, RANK, WARPS, V, REPEATS,
+        False,
+    )  # fmt: skip
+    if SIGNS >= 0:
+        infinite = tl.max(by_column.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0x7F800000
+        if infinite:
+            by_row, by_column = _largest(
+                x_ptr, u_ptr, basis, first, rows, columns, stride, u_stride, rank, SIGNS, EVEN, ARCH, RANK, WARPS, V,
+                REPEATS, True,
+            )  # fmt: skip
+    halves = tl.maximum(by_row & 0x7FFF0000, by_row << 16)  # neither has its sign set
+    raise_largest(out_ptr, halves.to(tl.float32, bitcast=True), tl.bfloat16, -1, ARCH)
     raise_largest(out_ptr + 1, by_column, tl.bfloat16, SIGNS, ARCH)
 
 
@@ -137,33 +107,32 @@ def _walk(
     x_ptr, u_ptr, basis_ptr, row_codes_ptr, row_scales_ptr, row_amax, row_key_ptr, codes_ptr, scales_ptr, amax,
     key_ptr, rows, columns, stride, u_stride, rank, row_room, room, ROW_Q: tl.constexpr, SIGNS: tl.constexpr,
     Q: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, SAFE: tl.constexpr, ARCH: tl.constexpr,
-    RANK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, REPEATS: tl.constexpr,
+    RANK: tl.constexpr, WARPS: tl.constexpr, V: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
     tensor, row_tensor = tensor_scales(amax, Q), tensor_scales(row_amax, ROW_Q)
+    TILE: tl.constexpr = 8 * WARPS * V
     blocks = tl.cdiv(columns, 16)
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    basis = _load_basis(basis_ptr, column, columns, rank, RANK)
+    place = tl.program_id(0) * TILE
+    basis = load_basis(basis_ptr, place, columns, rank, RANK, WARPS, V)
+    column, _ = place_of(place, 0, WARPS, V, ARCH)
     start, middle = column, column
     if Q[7]:
         first, second = key_state(key_ptr)
         start, middle = row_state(first, second, column)
-    target = _unaligned(column, ARCH) if DECODED else column
-    index = tl.arange(0, GROUPS * TILE)
+    index = tl.arange(0, 4 * TILE)
     block = tl.program_id(0) * (TILE // 16) + index % (TILE // 16)
     row_first, row_second = tl.program_id(0), tl.program_id(0)
     if ROW_Q[7]:
         row_first, row_second = key_state(row_key_ptr)
     for step in range(REPEATS):
-        group = (tl.program_id(1) * REPEATS + step) * GROUPS
-        _, rest = _load_tiles(
-            x_ptr, u_ptr, basis, group * 16, column, rows, columns, stride, u_stride, rank, EVEN, RANK, 16 * GROUPS,
-            ARCH,
+        first_group = (tl.program_id(1) * REPEATS + step) * 4
+        xs = load_rows(x_ptr, place, first_group, rows, columns, stride, EVEN, ARCH, WARPS, V)
+        words = projected(xs, u_ptr, basis, first_group, rows, u_stride, rank, RANK, WARPS, V, ARCH)
+        place_columns(
+            words, codes_ptr, scales_ptr, tensor, start, middle, place, first_group, rows, columns, room, SIGNS, Q,
+            DECODED, EVEN, SAFE, ARCH, WARPS, V,
         )  # fmt: skip
-        quantize_columns(
-            _rows16(_narrowed(rest, ARCH), GROUPS), codes_ptr, scales_ptr, tensor, start, middle, group, target, rows,
-            columns, room, SIGNS, Q, DECODED, EVEN, SAFE, ARCH, GROUPS,
-        )  # fmt: skip
-        row = group * 16 + index // (TILE // 16)
+        row = first_group * 16 + index // (TILE // 16)
         row_start, row_middle = row, row
         if ROW_Q[7]:
             row_start, row_middle = row_state(row_first, row_second, row)
@@ -177,8 +146,8 @@ def _walk(
 def projected_kernel(
     x_ptr, u_ptr, basis_ptr, row_codes_ptr, amax_ptr, row_key_ptr, codes_ptr, scales_ptr, key_ptr, rows, columns,
     stride, u_stride, rank, row_room, room, ROW_Q: tl.constexpr, SIGNS: tl.constexpr, Q: tl.constexpr,
-    DECODED: tl.constexpr, EVEN: tl.constexpr, ARCH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
-    TILE: tl.constexpr, REPEATS: tl.constexpr,
+    DECODED: tl.constexpr, EVEN: tl.constexpr, ARCH: tl.constexpr, RANK: tl.constexpr, WARPS: tl.constexpr,
+    V: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
     """Quantize x along its rows, decoded, and x' along its columns; a program walks down REPEATS tiles."""
     row_amax, amax = tl.load(amax_ptr), tl.load(amax_ptr + 1)
@@ -186,13 +155,13 @@ def projected_kernel(
         _walk(
             x_ptr, u_ptr, basis_ptr, row_codes_ptr, codes_ptr, row_amax, row_key_ptr, codes_ptr, scales_ptr, amax,
             key_ptr, rows, columns, stride, u_stride, rank, row_room, room, ROW_Q, SIGNS, Q, DECODED, EVEN, True,
-            ARCH, RANK, GROUPS, TILE, REPEATS,
+            ARCH, RANK, WARPS, V, REPEATS,
         )  # fmt: skip
     else:
         _walk(
             x_ptr, u_ptr, basis_ptr, row_codes_ptr, codes_ptr, row_amax, row_key_ptr, codes_ptr, scales_ptr, amax,
             key_ptr, rows, columns, stride, u_stride, rank, row_room, room, ROW_Q, SIGNS, Q, DECODED, EVEN, False,
-            ARCH, RANK, GROUPS, TILE, REPEATS,
+            ARCH, RANK, WARPS, V, REPEATS,
         )  # fmt: skip
 
 
@@ -257,20 +226,19 @@ def _basis_rank(basis: Tensor) -> int:
     return max(16, next_power_of_2(basis.shape[0]))
 
 
-def _grid(rows: int, columns: int) -> tuple[tuple[int, int], int, int, bool]:
-    """Launch grid, groups of a tile, tiles of a program, and whether they cover the tensor exactly."""
-    groups = ceil_div(rows, 16)
-    count = min(_GROUPS, next_power_of_2(groups))
-    down = min(_DOWN, ceil_div(groups, count))
-    even = columns % _TILE == 0 and rows % (16 * count * down) == 0
-    return (ceil_div(columns, _TILE), ceil_div(groups, count * down)), count, down, even
+def _grid(rows: int, columns: int, tiling: tuple[int, int, int]) -> tuple[tuple[int, int], int, bool]:
+    """Launch grid, tiles of a program, and whether they cover the tensor exactly."""
+    warps, wide, most = tiling
+    tile, down = 8 * warps * wide, min(most, ceil_div(rows, 64))
+    even = columns % tile == 0 and rows % (64 * down) == 0
+    return (ceil_div(columns, tile), ceil_div(rows, 64 * down)), down, even
 
 
 def projected_amaxes(x: Tensor, u: Tensor, basis: Tensor, column: QuantSpec) -> Tensor:
     """fp32 [2]: the largest magnitude of x, and of the transpose of x - u basis under the column spec's transform.
 
     Args:
-        x: BF16 [M, K], last stride 1.
+        x: BF16 [M, K], K even, last stride 1, rows aligned to 4 bytes.
         u: BF16 [M, r], last stride 1.
         basis: BF16 [r, K], contiguous.
         column: spec of the transpose.
@@ -278,11 +246,12 @@ def projected_amaxes(x: Tensor, u: Tensor, basis: Tensor, column: QuantSpec) -> 
     out = torch.zeros(2, dtype=torch.int32, device=x.device)
     if x.numel():
         (rows, columns), rank = x.shape, basis.shape[0]
-        grid, count, down, even = _grid(rows, columns)
+        grid, down, even = _grid(rows, columns, _AMAX_TILING)
+        arch = architecture(x.device.index)
         launch(
             projected_amax_kernel, grid, x, u, basis, out, rows, columns, x.stride(0), u.stride(0), rank,
-            signs(column), even, architecture(x.device.index), _basis_rank(basis), count, _TILE, down,
-            num_warps=_WARPS, enable_fp_fusion=False,
+            signs(column), even, arch, _basis_rank(basis), *_AMAX_TILING[:2], down,
+            num_warps=_AMAX_TILING[0], enable_fp_fusion=False, maxnreg=_amax_registers(arch, rank),
         )  # fmt: skip
     return out.view(torch.float32)
 
@@ -307,18 +276,23 @@ def quantize_projected(
     if x.numel() == 0:
         return
     (rows, width), rank = x.shape, basis.shape[0]
-    grid, count, down, even = _grid(rows, width)
+    arch = architecture(x.device.index)
+    grid, down, even = _grid(rows, width, _TILING)
     codes, scales = columns
     in_place = scales is None
-    arch = architecture(x.device.index)
     launch(
         projected_kernel, grid, x, u, basis, decoded.view(torch.int32), amax, x if keys[0] is None else keys[0],
         codes if in_place else codes.view(torch.int32), x if scales is None else scales.view(torch.uint8),
         x if keys[1] is None else keys[1], rows, width, x.stride(0), u.stride(0), rank, decoded.stride(0) // 16,
         codes.stride(0) if in_place else width, constants(specs[0]), signs(specs[1]), constants(specs[1]), in_place,
-        even, arch, _basis_rank(basis), count, _TILE, down,
-        num_warps=_WARPS, enable_fp_fusion=False, maxnreg=_registers(specs, arch),
+        even, arch, _basis_rank(basis), *_TILING[:2], down,
+        num_warps=_TILING[0], enable_fp_fusion=False, maxnreg=_registers(specs, arch),
     )  # fmt: skip
+
+
+def _amax_registers(arch: int, rank: int) -> int | None:
+    """Four programs on a multiprocessor; of wide bases its shared memory holds fewer."""
+    return None if arch >= 100 or rank > 64 else 128
 
 
 @functools.lru_cache(maxsize=64)

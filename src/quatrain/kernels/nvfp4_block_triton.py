@@ -185,7 +185,7 @@ def _value(magnitude, m, start, middle, pair, HIGH: tl.constexpr, Q: tl.constexp
     """E2M1 magnitude (as fp32) of one element of each block."""
     scaled = tl.minimum(magnitude * m, 6.0)
     if Q[7]:
-        return e2m1_stochastic(scaled, draws(pair_hash(start, middle, pair), HIGH), ARCH)
+        return e2m1_stochastic(scaled, draws(pair_hash(start, middle, pair), HIGH, ARCH), ARCH)
     return e2m1_nearest(scaled)
 
 
@@ -284,6 +284,16 @@ def code_words(
 
 
 @triton.jit
+def _upper_halves(low, high, ARCH: tl.constexpr):
+    """The upper halves of two words in one; those of `high` stay where they are, and its lower half is zero."""
+    if ARCH == 0:
+        return ((low >> 16) & 0xFFFF) | high
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def decoded_words(magnitudes, signed, m, scale, start, middle, pair, Q: tl.constexpr, ARCH: tl.constexpr):
     """Code x block scale with its sign, exact in BF16: eight words of two."""
     out = ()
@@ -291,7 +301,7 @@ def decoded_words(magnitudes, signed, m, scale, start, middle, pair, Q: tl.const
         low = _value(magnitudes[2 * i], m, start, middle, pair + i, False, Q, ARCH)
         high = _value(magnitudes[2 * i + 1], m, start, middle, pair + i, True, Q, ARCH)
         low, high = (low * scale).to(tl.int32, bitcast=True), (high * scale).to(tl.int32, bitcast=True)
-        word = ((low >> 16) & 0xFFFF) | high
+        word = _upper_halves(low, high, ARCH)
         if len(signed) == 8:
             signs = signed[i] & -2147450880
         else:
@@ -302,12 +312,12 @@ def decoded_words(magnitudes, signed, m, scale, start, middle, pair, Q: tl.const
 
 
 @triton.jit
-def butterfly(xs, SIGNS: tl.constexpr):
-    """Hadamard transform without its factor: signs (a bit mask), then h = 1, 2, 4, 8."""
+def butterfly(xs, SIGNS: tl.constexpr, STAGES: tl.constexpr = 4):
+    """Hadamard transform without its factor: signs (a bit mask), then h = 1, 2, 4, 8; or the first STAGES of these."""
     ys = ()
     for i in tl.static_range(16):
         ys = ys + (xs[i] * -1.0 if (SIGNS >> i) & 1 else xs[i],)
-    for stage in tl.static_range(4):
+    for stage in tl.static_range(STAGES):
         xs = ys
         ys = ()
         for i in tl.static_range(16):

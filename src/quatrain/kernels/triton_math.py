@@ -30,7 +30,7 @@ def _fma_up(a, b: tl.constexpr, c):
     """a * b + c rounded towards plus infinity."""
     return tl.inline_asm_elementwise(
         "fma.rp.f32 $0, $1, $2, $3;", "=f,f,f,f",
-        [a, tl.full(a.shape, b, tl.float32), tl.zeros(a.shape, tl.float32) + c],
+        [a, tl.full(a.shape, b, tl.float32), c],
         dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ def e2m1_stochastic(magnitude, draw, ARCH: tl.constexpr):
     sign or the nearest integer matters, so rounding it up gives the neighbour.
     """
     p = _binade(magnitude)
-    shifted = tl.fma(draw, -p, magnitude)
+    shifted = tl.fma(draw * -1.0, p, magnitude)  # -p would be 0 - p, an addition
     if ARCH == 0:
         return tl.ceil(shifted * (2.0 / p)) * (p * 0.5) + 0.0
     return tl.fma(p, -HALF_STEPS, _fma_up(p, HALF_STEPS, shifted))
@@ -201,11 +201,15 @@ def sign_nibbles(w0, w1, w2, w3, ARCH: tl.constexpr):
 
 
 @triton.jit
-def draws(word, HIGH: tl.constexpr):
+def draws(word, HIGH: tl.constexpr, ARCH: tl.constexpr = 0):
     """(r + 1/2) * 2**-17 from the low or high 16 bits r of a word."""
-    return (half_word(word, HIGH) | 0x42800000).to(
-        tl.float32, bitcast=True
-    ) - 63.999996185302734  # 2**6 + r 2**-17, less 2**6 - 2**-18
+    if ARCH == 0 or HIGH:
+        bits = half_word(word, HIGH) | 0x42800000
+    else:
+        bits = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x4280, 0x5410;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return bits.to(tl.float32, bitcast=True) - 63.999996185302734  # 2**6 + r 2**-17, less 2**6 - 2**-18
 
 
 @triton.jit
