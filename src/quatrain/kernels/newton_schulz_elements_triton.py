@@ -92,6 +92,7 @@ def threshold_kernel(
     count,
     rank,
     TALL: tl.constexpr,
+    WIDE: tl.constexpr,  # more elements than 32 bits count: divisions take three times as long
     ARCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -100,7 +101,10 @@ def threshold_kernel(
     The bits of magnitudes are ordered as they are, so they are found one by one, by counting what lies below.
     """
     i = tl.arange(0, BLOCK)
-    place = tl.where(i < count, i, 0).to(tl.int64) * stride
+    place = tl.where(i < count, i, 0)
+    if WIDE:
+        place = place.to(tl.int64)
+    place = place * stride
     if TALL:  # the sample walks along rows of the transpose
         place = (place % rows) * columns + place // rows
     base = x_ptr + tl.program_id(0).to(tl.int64) * rows * columns

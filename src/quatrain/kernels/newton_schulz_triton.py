@@ -191,7 +191,7 @@ def _start(source: Tensor, clip: float | None, plan: _Plan, work: _Work) -> None
         block = next_power_of_2(sample)
         launch(
             elements.threshold_kernel, (count,), source, threshold, rows, columns, stride, sample,
-            max(1, math.ceil(clip * sample)), tall, plan.arch, block,
+            max(1, math.ceil(clip * sample)), tall, size + stride >= 1 << 31, plan.arch, block,
             num_warps=min(32, max(4, block // 1024)), enable_fp_fusion=False,
         )  # fmt: skip
     repeats = next_power_of_2(max(_NORM_REPEATS, ceil_div(size, _BLOCK * _NORM_PROGRAMS)))

@@ -7,7 +7,7 @@ at beta2 = 0.999 stands still in BF16: its increments are below half a unit.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ Item = tuple[int, Tensor, State]  # tensor id, parameter, state
 
 FUSED = ("cpu", "cuda")  # devices with torch's fused AdamW
 SLICE = 1 << 22  # elements updated at once where fp32 copies are needed: bounds the memory they take
-_STREAMS = 4  # random streams of one tensor and step: exp_avg, exp_avg_sq, weight
+_STREAMS, _WEIGHT = 4, 2  # random streams of one tensor and step: exp_avg, exp_avg_sq, weight
 
 
 def empty_plain(parameter: Tensor, moments: str, master: str, device: torch.device) -> State:
@@ -110,20 +110,25 @@ def keep_weight(weight: Tensor, part: Mapping[str, Tensor], words: Words) -> Non
         parameter.copy_(low)
         part["correction"].copy_(correction)
     elif parameter.dtype == torch.bfloat16:
-        parameter.copy_(_stochastic(weight, words, 2))
+        parameter.copy_(_stochastic(weight, words, _WEIGHT))
     else:
         parameter.copy_(weight)
 
 
-def weight_key(words: Words) -> Tensor:
-    """int64 [2] that the random bits of a weight's rounding are drawn from."""
-    return _draw_key(words, 2)
+def weight_keys(words: Sequence[Words], seeds: Tensor) -> Tensor:
+    """int64 [k, 2] that the random bits of k weights' rounding are drawn from; seeds int64 [k]: their `seed_word`s."""
+    steps = torch.stack([step for _, _, step, _ in words]).to(torch.int64)
+    return torch.stack([seeds, steps * _STREAMS + _WEIGHT], dim=1)
+
+
+def seed_word(words: Words) -> int:
+    """What of a key does not count steps."""
+    seed, tensor_id, _, index = words
+    return ((seed * 0x9E3779B97F4A7C15) ^ (tensor_id << 32) ^ index) & 0x7FFFFFFFFFFFFFFF
 
 
 def _draw_key(words: Words, stream: int) -> Tensor:
-    seed, tensor_id, step, index = words
-    draw = step.to(torch.int64) * _STREAMS + stream
-    return key_of(((seed * 0x9E3779B97F4A7C15) ^ (tensor_id << 32) ^ index) & 0x7FFFFFFFFFFFFFFF, draw)
+    return key_of(seed_word(words), words[2].to(torch.int64) * _STREAMS + stream)
 
 
 def _stochastic(values: Tensor, words: Words, stream: int) -> Tensor:

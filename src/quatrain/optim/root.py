@@ -29,7 +29,7 @@ from quatrain.optim.matrices import (
     state_size,
 )
 from quatrain.optim.momentum import as_matrix, load_momentum, matrix_shape, store_momentum
-from quatrain.optim.plain import Words, gradient_of, keep_weight, loss_of, weight_key, wide_weight
+from quatrain.optim.plain import Words, gradient_of, keep_weight, loss_of, seed_word, weight_keys, wide_weight
 from quatrain.optim.routing import (
     Routing,
     Treatment,
@@ -122,6 +122,7 @@ class Root(Optimizer):
             coefficients = "fitted" if ns_coefficients is None else ns_coefficients
         self.backend = backend
         self._adamw: AdamW | None = None
+        self._seeds: dict[tuple[int, ...], Tensor] = {}
         self._adamw_options = dict(adamw or {})
         defaults: dict[str, Any] = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
@@ -231,9 +232,10 @@ class Root(Optimizer):
             if not state:
                 refuse_in_capture("a parameter's first step")
                 state.update(empty_matrix_state(parameter, group, parameter.device))
-            if "step" in state:
-                state["step"].add_(1)
             states.append(state)
+        counts = [state["step"] for state in states if "step" in state]
+        if counts:
+            torch._foreach_add_(counts, 1)
         shape = matrix_shape(parameters[0])
         buffers = [load_momentum(state, shape) for state in states]
         grads = [as_matrix(gradient_of(parameter)) for parameter in parameters]
@@ -263,9 +265,17 @@ class Root(Optimizer):
         """BF16 weights and what stands beside them, read and written once."""
         shape = found.shape[1:]
         kept = [part[name].view(shape) for part in parts for name in ("master", "correction") if name in part]
-        keys = None if kept else torch.stack([weight_key(w) for w in words])
+        keys = None if kept else weight_keys(words, self._seeds_of(words, found.device))
         weights = [part["parameter"].view(shape) for part in parts]
         apply_updates(weights, found, *sizes, kept=kept or None, keys=keys, backend=self.backend)
+
+    def _seeds_of(self, words: list[Words], device: torch.device) -> Tensor:
+        """int64 [k] of a batch, copied to the device once."""
+        numbers = tuple(map(seed_word, words))
+        if numbers not in self._seeds:
+            refuse_in_capture("the first step after a load")
+            self._seeds[numbers] = torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._seeds[numbers]
 
     def routing(self) -> Routing:
         """What happens to each tensor and why; prints as a table, `.summary()` is shorter."""
@@ -316,6 +326,7 @@ class Root(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state | {"state": with_float8(state["state"])})
+        self._seeds = {}
         if self._adamw is not None:
             groups = [group for group in self.param_groups if group["treatment"] == "adamw"]
             self._adamw.__setstate__({"state": self.state, "param_groups": groups})
