@@ -1,8 +1,10 @@
 """Loss gaps of recipes for linears and of the full stack on a 76 M Llama, paired over seeds; resumes where it stopped.
 
 Every recipe is set against bf16 (AdamW); recipes that update by Root against root as well, since Root alone changes the
-loss by more than four bits do. Splits are realigned every `--every` steps, several times a run, where the recipes'
-2,048 would be later than a run of minutes ends. From the same runs: what a realignment does to the loss.
+loss by more than four bits do; and those with a split against the same split in BF16 (bf16-split, root-split), since
+factors with learning rates of their own may change it too. Splits are realigned every `--every` steps, several times a
+run, where the recipes' 2,048 would be later than a run of minutes ends. From the same runs: what a realignment does to
+the loss.
 
     python benchmarks/stack_gaps.py --set data.path=TEXT --set train.device=cuda [--seeds 0 1 2] [--workers 6]
     python benchmarks/stack_gaps.py --only bf16 nvfp4 --seeds 0 --out runs/stack      # a part, collected later
@@ -32,10 +34,13 @@ from quatrain.train.comparison import Row, paired_gap
 
 HERE = Path(__file__).parent
 SEEDS = [0, 1, 2, 3]  # listed before any of them was run
-ARMS = ["bf16", "root", "nvfp4-plain", "nvfp4", "nvfp4-lora-svd", "full-stack"]
-SPLIT = ("nvfp4-lora-svd", "full-stack")
+ARMS = ["bf16", "root", "nvfp4-plain", "nvfp4", "nvfp4-lora-svd", "full-stack", "bf16-split", "root-split"]
+SPLIT = ("nvfp4-lora-svd", "full-stack", "bf16-split", "root-split")
 # (recipe, reference): the gaps that are told, beside each recipe's to bf16.
-PAIRS = [("full-stack", "root"), ("nvfp4", "nvfp4-plain"), ("nvfp4-lora-svd", "nvfp4")]
+PAIRS = [
+    ("full-stack", "root"), ("full-stack", "root-split"), ("nvfp4-lora-svd", "bf16-split"),
+    ("nvfp4-lora-svd", "nvfp4"), ("nvfp4", "nvfp4-plain"),
+]  # fmt: skip
 PAPER = {  # percent, Full-Stack FP4: a 3 B Transformer on 64 B tokens
     "nvfp4": "1.40 (linears alone)",
     "nvfp4-lora-svd": "0.61 (linears alone)",
@@ -75,7 +80,12 @@ def recipe_of(name: str, every: int, out: Path) -> str:
         return name
     path = out / "recipes" / f"{name}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = load_recipe(name).to_toml()
+    text = load_recipe("nvfp4-lora-svd" if name.endswith("-split") else name).to_toml()
+    if name.endswith("-split"):
+        kept = [line for line in text.splitlines() if not line.startswith(("name", "fprop", "dgrad", "wgrad"))]
+        text = "\n".join(
+            [f'name = "{name}"', *kept, *(["[optimizer]", 'name = "root"'] if name == "root-split" else [])]
+        )
     changed = text.replace("every = 2048", f"every = {every}")
     if changed == text and every != 2048:
         raise ValueError(f"{name} is expected to realign every 2048 steps, received\n{text}\ncorrect this script")
@@ -108,6 +118,7 @@ def gap_rows(found: Comparison, config: RunConfig) -> list[dict[str, Any]]:
     for name, row in by_name.items():
         if row is not found.rows[0]:
             own = gaps.record(row, found) | {"work": f"{work} {found.rows[0].recipe}, paired over seeds"}
+            own["key"] = f"stack_{own['key']}"
             rows.append(own | ({"paper_percent": PAPER[name]} if name in PAPER else {}))
     for name, other in PAIRS:
         if name in by_name and other in by_name:
@@ -121,7 +132,7 @@ def pair_row(row: Row, other: Row, found: Comparison, work: str) -> dict[str, An
     losses = [[run["val_loss"] for run in each.runs] for each in (row, other)] if whole else None
     changed = Row(row.recipe, row.folders, row.runs, paired_gap(*losses) if losses else None)
     own = gaps.record(changed, found)
-    key = f"gap_{row.recipe}_to_{other.recipe}_percent".replace("-", "_")
+    key = f"stack_gap_{row.recipe}_to_{other.recipe}_percent".replace("-", "_")
     return own | {"key": key, "work": work, "peer": gaps.rounded(other.mean("val_loss"))}
 
 

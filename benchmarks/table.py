@@ -60,6 +60,26 @@ def gap_table() -> str:
     return "\n".join([*lines, "", f"{facts}; [record](benchmarks/results/gaps.json)."])
 
 
+def stack_table() -> str:
+    """Loss gaps of the stack's parts, to BF16 and to each other."""
+    record = load("stack_gaps")
+    if record is None:
+        return "Not measured yet: `python benchmarks/stack_gaps.py --set data.path=TEXT` on a GPU."
+    lines = [
+        "| recipe | loss | against | gap, % (95 % interval) | each seed | the paper, % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        if row["key"].startswith("stack_gap_"):
+            name = row["key"].removeprefix("stack_gap_").removesuffix("_percent").replace("_", "-")
+            name, _, other = name.partition("-to-")
+            seeds = ", ".join(f"{p:+.2f}" for p in row["per_seed"]) or "-"
+            paper = row.get("paper_percent", "")
+            lines.append(f"| `{name}` | {row['ours']} | `{other or 'bf16'}` | {gap_cell(row)} | {seeds} | {paper} |")
+    facts = f"{record['tokens']:,} tokens, seeds {record['seed']}, {record['device']}, commit {record['commit'][:9]}"
+    return "\n".join([*lines, "", f"{facts}; [record](benchmarks/results/stack_gaps.json)."])
+
+
 def gap_cell(row: dict[str, Any]) -> str:
     """The gap with its interval, or why there is none."""
     if row["median"] is None:
@@ -119,7 +139,7 @@ def shown(value: float | None, form: str) -> str:
 
 def filled(text: str) -> str:
     """The README's text with its tables made anew."""
-    for name, make in (("speed", speed_table), ("gpu", gpu_table), ("gaps", gap_table)):
+    for name, make in (("speed", speed_table), ("gpu", gpu_table), ("gaps", gap_table), ("stack", stack_table)):
         begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
         if begin not in text or end not in text:
             raise ValueError(f"README.md must hold the markers {begin} and {end}")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quatrain.kernels.quantize import quantize_reference
+from quatrain.recipe import load_recipe
 from quatrain.train import load_run
 from quatrain.train.comparison import Comparison, Gap, Row
 
@@ -30,7 +31,7 @@ def load(name, monkeypatch):
 def test_tables_without_records(tmp_path, monkeypatch):
     table = load("table", monkeypatch)
     readme = tmp_path / "README.md"
-    empty = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in ("speed", "gpu", "gaps"))
+    empty = "".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in ("speed", "gpu", "gaps", "stack"))
     readme.write_text(empty)
     monkeypatch.setattr(table, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(table, "README", readme)
@@ -209,15 +210,18 @@ def test_stack_gaps_are_to_bf16_and_between_recipes(tmp_path, monkeypatch):
     found = Comparison(tmp_path, (0, 1), 1000, tuple(rows))
     config = load_run(FOLDER / "stack.toml", [])
     keys = {row["key"]: row for row in script.gap_rows(found, config)}
-    assert list(keys) == ["gap_root_percent", "gap_full_stack_percent", "gap_full_stack_to_root_percent"]
-    assert keys["gap_full_stack_to_root_percent"]["per_seed"] == [1.0, 2.0]
-    assert keys["gap_full_stack_percent"]["per_seed"] == [-24.25, -23.5]
-    assert keys["gap_full_stack_percent"]["paper_percent"] == "0.838"
+    assert list(keys) == [f"stack_gap_{name}_percent" for name in ("root", "full_stack", "full_stack_to_root")]
+    assert keys["stack_gap_full_stack_to_root_percent"]["per_seed"] == [1.0, 2.0]
+    assert keys["stack_gap_full_stack_percent"]["per_seed"] == [-24.25, -23.5]
+    assert keys["stack_gap_full_stack_percent"]["paper_percent"] == "0.838"
     seams = script.seam_rows(found, 100, config)
     assert [row["key"].split("_")[3] for row in seams] == ["seed0", "seed1", "mean"]
     assert all(row["repeats"] == 2 and row["inside"] <= 2 for row in seams)
     folder = tmp_path / "recipes"
     assert script.recipe_of("bf16", 100, tmp_path) == "bf16" and not folder.exists()
+    control = load_recipe(script.recipe_of("root-split", 100, tmp_path))
+    assert control.name == "root-split" and control.optimizer.name == "root" and control.linear.split.every == 100
+    assert not any(control.linear.specs()) and control.keep == load_recipe("nvfp4-lora-svd").keep
     path = script.recipe_of("full-stack", 100, tmp_path)
     assert "every = 100" in Path(path).read_text() and script.recipe_of("full-stack", 100, tmp_path) == path
 
