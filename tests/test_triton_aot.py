@@ -30,7 +30,7 @@ def test_kernels_compile(arch: int, target: str) -> None:
     assert not any(k["merges"] for k in kernels)
     nearest = [k for k in kernels if k["kernel"] in ("rows_kernel", "tiles_kernel") and not k["stochastic"]]
     products = [k for k in kernels if k["kernel"] in ("symmetric_kernel", "update_kernel")]
-    shared = {90: 144, 100: 144}.get(arch, 99) << 10  # a program that quantizes shares its multiprocessor: 99 KB
+    shared = {90: 144, 100: 131}.get(arch, 99) << 10  # a program that quantizes shares its multiprocessor: 99 KB
     assert all(k["stack"] < 100 and 0 < k["shared"] <= shared for k in products)
     assert all((k["wgmma"] > 0) == (arch == 90) for k in products)
     branch = [k for k in kernels if k["kernel"].startswith("projected")]

@@ -76,7 +76,10 @@ SMALL = Tuning(tile=64, tile_m=64, tile_n=64, warps=4, update_warps=4)  # for si
 # cuBLAS multiplies faster than Triton where no half of a product can be left out, and codes cost about as much
 # arithmetic as a product has pauses: on Hopper passes of their own beside cuBLAS are faster.
 LARGE = Tuning(fused=False, library=True, registers=None)
-_ROOMY = (80, 90, 100, 103)  # architectures with shared memory for three stages of tall tiles
+_ROOMY, _HOPPER = (
+    (80, 90, 100, 103),
+    90,
+)  # architectures with shared memory for a fourth stage; tall tiles' measured one
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,8 @@ def make_plan(iteration: Iteration, narrow: int, x: Tensor, tuning: Tuning | Non
         spec is not None and spec.format == "nvfp4" and spec.block_shape == (1, 16) and (spec.scale or "to-6") in _RULES
     )
     if tuning is None:
-        large = replace(LARGE, tall=2, stages=4) if _arch(x) in _ROOMY else LARGE
+        arch = _arch(x)
+        large = replace(LARGE, stages=4, tall=2 if arch == _HOPPER else 1) if arch in _ROOMY else LARGE
         tuning = SMALL if narrow <= 64 else large
     q = constants(spec if fast and spec is not None else QuantSpec("nvfp4"))
     return _Plan(iteration, tuning, fast, q, _arch(x))

@@ -122,7 +122,7 @@ class Root(Optimizer):
             coefficients = "fitted" if ns_coefficients is None else ns_coefficients
         self.backend = backend
         self._adamw: AdamW | None = None
-        self._seeds: dict[tuple[int, ...], Tensor] = {}
+        self._seeds: dict[tuple[Any, ...], Tensor] = {}
         self._adamw_options = dict(adamw or {})
         defaults: dict[str, Any] = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
@@ -272,10 +272,11 @@ class Root(Optimizer):
     def _seeds_of(self, words: list[Words], device: torch.device) -> Tensor:
         """int64 [k] of a batch, copied to the device once."""
         numbers = tuple(map(seed_word, words))
-        if numbers not in self._seeds:
-            refuse_in_capture("the first step after a load")
-            self._seeds[numbers] = torch.tensor(numbers, dtype=torch.int64, device=device)
-        return self._seeds[numbers]
+        key = (device, *numbers)
+        if key not in self._seeds:
+            refuse_in_capture("a first step of these weights")
+            self._seeds[key] = torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._seeds[key]
 
     def routing(self) -> Routing:
         """What happens to each tensor and why; prints as a table, `.summary()` is shorter."""
