@@ -154,11 +154,8 @@ def launch_lowrank(drawn_too: bool) -> None:
     spec = qt.QuantSpec
     x, key, amax = torch.zeros(256, 1024).bfloat16(), make_key(1, 2, torch.device("cpu")), torch.ones(2)
     rht, both = spec(transform="hadamard"), spec(rounding="stochastic", transform="hadamard")
-    u, basis, wide = (
-        torch.zeros(256, 64).bfloat16(),
-        torch.zeros(32, 1024).bfloat16(),
-        torch.zeros(256, 1088).bfloat16(),
-    )
+    u, basis = torch.zeros(256, 64).bfloat16(), torch.zeros(32, 1024).bfloat16()
+    wide, w = torch.zeros(256, 1088).bfloat16(), torch.zeros(1024, 1088).bfloat16()
     packed = torch.zeros(1024, 128, dtype=torch.uint8), torch.zeros(1024, 16, dtype=torch.float8_e4m3fn)
     one = (amax[:1], 2688.0)
     lowrank_triton.projected_amaxes(x, u[:, 32:], basis, rht)
@@ -166,7 +163,9 @@ def launch_lowrank(drawn_too: bool) -> None:
     if drawn_too:
         drawn = spec(rounding="stochastic")
         lowrank_triton.quantize_projected(x, u[:, 32:], basis, (drawn, both), (key, key), wide, (wide, None), amax)
-    lowrank_triton.place_narrow(u[:, :32], 1.0, wide[:, :32], (one, one), (wide[:, 32:64], both, one, one))
+    lowrank_triton.place_narrow(u[:, :32], 1.0, wide[:, :32], (one, one), (basis, w[:, 1024:1056].t()))
+    placed = (wide[:, 32:64], both, one, one)
+    lowrank_triton.place_narrow(u[:, :32], 1.0, wide[:, :32], (one, one), (basis, basis), placed)
     narrow, square = torch.zeros(256, 32), torch.zeros(32, 32)
     lowrank_gradients_triton.factor_gradients(narrow, wide[:32, :1024], square, basis, 1.0, torch.bfloat16)
 
@@ -189,6 +188,7 @@ def launch_all() -> None:
     blocks_triton.quantize_blocks(x[:130, :264].float(), spec(scale="search"), None)
     q, w = qt.quantize(x, "nvfp4"), qt.quantize(x, "fp8")
     decode_triton.decode(q.codes, q.scales, q.spec)
+    decode_triton.decode(q.codes, q.scales, q.spec, out=torch.zeros(256, 1088).bfloat16()[:, :1024], clear=amax)
     narrow = qt.quantize(x.view(2048, 128), "nvfp4")
     decode_triton.decode(narrow.codes, narrow.scales, narrow.spec, heads=4, tokens=256)
     matmul_triton.fp8_matmul(w.codes, w.scales, w.codes, w.scales, (256, 256), torch.bfloat16, None)

@@ -1,6 +1,5 @@
 """cuBLASLt products: against a stand-in for the library that reads memory column-major, and on a GPU itself."""
 
-import contextlib
 import ctypes
 import gc
 import itertools
@@ -118,7 +117,7 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     fake = Library()
     monkeypatch.setattr(cublaslt, "_library", lambda: (fake, ""))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of tensors without a GPU
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
     cublaslt._handle.cache_clear()
     cublaslt._plan.cache_clear()

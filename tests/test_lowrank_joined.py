@@ -97,10 +97,12 @@ def test_projected_operands_to_the_bit(shape: str, specs: tuple[S, S]) -> None:
 
 
 def test_narrow_operands_take_the_scales_back_out() -> None:
+    copied = torch.zeros(16, 8).bfloat16().to(DEVICE)
+    factor = (copied, copied.clone())
     u, scale = torch.randn(33, 32).bfloat16().to(DEVICE), lambda v: (torch.tensor([v], device=DEVICE), 2688.0)
     rows, columns = (torch.zeros(n, 24, dtype=torch.bfloat16, device=DEVICE) for n in (33, 48))
     factors = kernels.place_narrow(
-        u[:, :16], 0.5, rows[:, :16], (scale(3.0), scale(0.5)), (columns[:, :16], RHT, scale(7.0), scale(2.0))
+        u[:, :16], 0.5, rows[:, :16], (scale(3.0), scale(0.5)), factor, (columns[:, :16], RHT, scale(7.0), scale(2.0))
     )
     alpha, other = torch.tensor(3.0) / 2688 * (torch.tensor(0.5) / 2688), torch.tensor(7.0) / 2688
     assert factors.tolist() == [alpha.item(), 0.0, (other * (torch.tensor(2.0) / 2688)).item(), 0.0]
@@ -112,11 +114,41 @@ def test_narrow_operands_take_the_scales_back_out() -> None:
     turned = rotate_tokens(u[:, :16], RHT.to_json()).t()
     assert error(columns[:, :16].float() * other.item() / 0.5, turned) < 3e-3 and not columns[:, 16:].any()
     # An operand of zeros keeps the branch: its scale counts as 1. A product of scales near 0 is bounded.
-    factors = kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(0.0), scale(0.5)))
+    factors = kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(0.0), scale(0.5)), factor)
     assert factors[0] == torch.tensor(0.5) / 2688 and rows[:, :16].isfinite().all() and rows[:, :16].any()
-    kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(1e-30), scale(1e-20)))
+    kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(1e-30), scale(1e-20)), factor)
     assert rows[:, :16].isfinite().all()
-    assert kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(float("nan")), scale(1.0)))[0].isnan()
+    assert kernels.place_narrow(u[:, :16], 1.0, rows[:, :16], (scale(float("nan")), scale(1.0)), factor)[0].isnan()
+
+
+@pytest.mark.parametrize("along", [True, False], ids=["along", "plain"])
+@pytest.mark.parametrize("across", [True, False], ids=["columns", "rows"])
+@pytest.mark.parametrize(("rank", "length", "tokens"), [(16, 64, 33), (48, 80, 16), (32, 200, 130)])
+def test_the_factor_beside_the_weight(rank: int, length: int, tokens: int, across: bool, along: bool) -> None:
+    """As columns (Fprop reads it so) or rows (Dgrad): any bits, NaN's too, and nothing beside them changes."""
+    source = torch.randint(-(2**15), 2**15, (2 * rank, length), dtype=torch.int16, device=DEVICE)
+    room = torch.full((length + 3, rank + 40) if across else (rank + 3, length + 40), -7, dtype=torch.int16).to(DEVICE)
+    place = (lambda t: t[:length, 8 : 8 + rank].t()) if across else (lambda t: t[1 : 1 + rank, :length])
+    wanted = room.clone()
+    place(wanted).copy_(source[:rank])
+    u, one = torch.randn(tokens, rank, device=DEVICE).bfloat16(), (torch.ones(1, device=DEVICE), 1.0)
+    rows = torch.zeros_like(u)
+    columns = torch.zeros(-(-tokens // 16) * 16, rank, dtype=torch.bfloat16, device=DEVICE)
+    factor = source.view(torch.bfloat16), place(room.view(torch.bfloat16))
+    factors = kernels.place_narrow(u, 1.0, rows, (one, one), factor, (columns, S(), one, one) if along else None)
+    assert torch.equal(room, wanted) and torch.equal(rows, u)
+    assert torch.equal(columns[:tokens], u * along) and factors.tolist() == [1.0, 0.0] * (1 + along)
+
+
+def test_amaxes_of_zeros_at_hand() -> None:
+    x, u, basis = operands(33, 80, 16)
+    q, amax = qt.quantize(x[:32, :64], S()), torch.full((2,), float("nan"), device=DEVICE)
+    assert same(decode(q.codes, q.scales, q.spec, clear=amax), decode(q.codes, q.scales, q.spec)) and not amax.any()
+    found = kernels.projected_amaxes(x, u, basis, RHT, amax)
+    assert found is amax and same(amax, kernels.projected_amaxes(x, u, basis, RHT))
+    nothing = torch.empty(0, 8, dtype=torch.uint8, device=DEVICE)
+    decode(nothing, torch.empty(0, 1, device=DEVICE).to(torch.float8_e4m3fn), S(), clear=amax)
+    assert not amax.any()
 
 
 @pytest.mark.parametrize(("rank", "dtype"), [(16, torch.float32), (48, torch.bfloat16)])
@@ -186,6 +218,36 @@ def test_joined_products_agree_with_the_definition(joining: pytest.MonkeyPatch, 
     wanted = run(linear(False, bias, dtype), x, dy)
     assert [t.dtype for t in found] == [t.dtype for t in wanted]
     assert all(error(a, b) < 2e-2 for a, b in zip(found, wanted, strict=True)), list(map(error, found, wanted))
+
+
+def test_nothing_is_read_before_it_is_written(joining: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN, as torch fills it where asked to be deterministic."""
+    joining.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    x, dy = data(17)
+    wanted = run(linear(True), x, dy)
+    joining.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(2, device=DEVICE).isnan().all()
+        found = run(linear(True), x, dy)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(same(a, b) for a, b in zip(found, wanted, strict=True)) and all(t.isfinite().all() for t in found)
+
+
+def test_a_linear_that_gets_no_gradient(joining: pytest.MonkeyPatch) -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    model = linear(True)
+    Nothing.apply(model(data()[0].to(DEVICE).requires_grad_())).sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_what_the_joined_path_saves(joining: pytest.MonkeyPatch) -> None:

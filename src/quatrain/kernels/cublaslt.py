@@ -12,7 +12,8 @@ import functools
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,11 +83,23 @@ def obstacle(device: torch.device | None = None) -> str | None:
     library, reason = _library()
     if library is None:
         return reason
+    if device is not None and device.index is not None:
+        return _device_obstacle(device.index)
+    return _device_obstacle(torch.cuda.current_device()) if torch.cuda.is_available() else "no CUDA device"
+
+
+@functools.cache
+def _device_obstacle(index: int) -> str | None:
+    """Asked before each product: the driver's answers do not change."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if torch.cuda.get_device_capability(device)[0] < 8:
-        return "BF16 products need compute capability 8.0 or newer"
-    return None
+    old = torch.cuda.get_device_capability(index)[0] < 8
+    return "BF16 products need compute capability 8.0 or newer" if old else None
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    """Makes `device` the current one, which costs more than to see that it is already."""
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def version() -> int:
@@ -116,8 +129,7 @@ def _needed() -> ctypes.CDLL:
     return library
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """How a row-major matrix lies in memory, in the terms of a column-major library."""
 
     transposed: bool  # memory read column-major holds the matrix itself rather than its transpose
@@ -139,8 +151,7 @@ def stored(matrix: Tensor) -> Stored | None:
     return None
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A product as cuBLASLt sees it: the transpose, D^T [N, M] = B^T [N, K] @ A^T [K, M], all column-major."""
 
     rows: int  # M
@@ -272,7 +283,7 @@ def matmul(
     problem = Problem(
         rows, columns, length, a_stored, b_stored, a.dtype, out_dtype, factors is not None, bias is not None
     )
-    with torch.cuda.device(a.device):
+    with _on(a.device):
         plan = _plan(problem, a.device.index)
         if plan.algorithm is None:
             return None
@@ -314,7 +325,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, c: Tensor, beta: float) -> bo
     if length == 0 or together < _BIAS_ALIGNMENT:
         return False
     problem = Problem(rows, columns, length, a_how, b_how, a.dtype, out.dtype, False, False, count)
-    with torch.cuda.device(a.device):
+    with _on(a.device):
         plan = _plan(problem, a.device.index)
         if plan.algorithm is None:
             return False

@@ -127,16 +127,20 @@ def _scale_value(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    codes_ptr, scales_ptr, out_ptr, rows, octets, room, blocks, groups, heads, tokens, FORMAT: tl.constexpr,
+    codes_ptr, scales_ptr, out_ptr, clear_ptr, rows, octets, room, blocks, groups, heads, tokens, FORMAT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OCTETS: tl.constexpr, MASK: tl.constexpr, ARCH: tl.constexpr, ROWS: tl.constexpr,
-    OCTETS: tl.constexpr, SIZE: tl.constexpr,
+    OCTETS: tl.constexpr, SIZE: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
     """A tile [ROWS, OCTETS] of codes [rows, octets] and scales [rows / BLOCK_ROWS, blocks]; an octet for each thread.
 
     From one row of the result to the next it is as far as `room` octets. All loads come before the first store, so that
     they are under way together.
     SIZE: a row holds whole tokens of [b, heads, tokens, 8 SIZE], which are written as [b, tokens, heads, 8 SIZE]; or 0.
+    CLEAR: numbers that the first program sets to zero, a power of two; or 0.
     """
+    if CLEAR > 0:  # noqa: SIM102 (decided when compiling: no range may have size 0)
+        if tl.program_id(0) == 0:
+            tl.store(clear_ptr + tl.arange(0, CLEAR), tl.zeros([CLEAR], tl.float32))
     first = tl.zeros([1, 1], tl.int32) + tl.program_id(0) // groups * ROWS
     octet = (tl.program_id(0) % groups * OCTETS + tl.arange(0, OCTETS))[None, :]
     parts = ()
@@ -178,7 +182,7 @@ def scaled(values, scale):
 
 def decode(
     codes: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype = torch.bfloat16, heads: int = 0,
-    tokens: int = 0, out: Tensor | None = None,
+    tokens: int = 0, out: Tensor | None = None, clear: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Code x block scale, the bits of `QTensor.block_values(dtype)`.
 
@@ -190,6 +194,7 @@ def decode(
         heads, tokens: rows are those of [b, heads, tokens], tokens a multiple of 16, and are written in the order of
             [b, tokens, heads] (NVFP4, K a power of two up to 1,024); 0 for rows as they are.
         out: [R, K] of that dtype to write to, any multiple of 8 elements from one row to the next.
+        clear: fp32 [n], n a power of two, set to zero by the same launch for a kernel after it.
 
     Returns:
         [R, K].
@@ -214,17 +219,22 @@ def decode(
             f"out must be {dtype} [{rows}, {length}] with rows a multiple of 8 elements apart, received {out.dtype} "
             f"{tuple(out.shape)} with strides {out.stride()}; leave it out for a tensor of its own"
         )
-    if out.numel():
+    if out.numel() == 0:
+        if clear is not None:
+            clear.zero_()
+    else:
         codes, scales, shown = codes.contiguous(), scales.contiguous(), out
         alone = not given and block_rows == 1
         if alone and length < _WIDTH and out.numel() % _WIDTH == 0 and _WIDTH % block_columns == 0:
             # Narrow matrices would leave most threads idle; blocks within rows know no row ends.
             codes, scales, shown = (x.view(out.numel() // _WIDTH, -1) for x in (codes, scales, out))
-        _launch(codes, scales, shown, spec, (heads, tokens, length // 8 if heads else 0))
+        _launch(codes, scales, shown, spec, (heads, tokens, length // 8 if heads else 0), clear)
     return out
 
 
-def _launch(codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec, moved: tuple[int, int, int]) -> None:
+def _launch(
+    codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec, moved: tuple[int, int, int], clear: Tensor | None
+) -> None:
     (rows, length), (block_rows, block_columns) = out.shape, spec.block_shape
     octets = length // 8
     tile = min(_OCTETS, next_power_of_2(octets))
@@ -232,8 +242,10 @@ def _launch(codes: Tensor, scales: Tensor, out: Tensor, spec: QuantSpec, moved: 
     launch(
         decode_kernel, (ceil_div(rows, _ROWS) * groups,), codes.view(torch.int32),
         scales if spec.format == "fp8" else scales.view(torch.uint8),
-        out.view(torch.int32) if out.dtype == torch.bfloat16 else out, rows, octets, out.stride(0) // 8,
+        out.view(torch.int32) if out.dtype == torch.bfloat16 else out,
+        out if clear is None else clear, rows, octets, out.stride(0) // 8,
         length // block_columns, groups, *moved[:2], spec.format, block_rows, block_columns // 8,
         bool(rows % _ROWS or octets % tile), architecture(out.device.index), _ROWS, tile, moved[2],
+        0 if clear is None else clear.numel(),
         num_warps=max(1, tile // 32), enable_fp_fusion=False,
     )  # fmt: skip

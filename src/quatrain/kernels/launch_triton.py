@@ -51,7 +51,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if device.type != "cuda" or not isinstance(kernel, triton.runtime.JITFunction):
         kernel[grid](*arguments, **options)  # the interpreter, on CPU tensors
         return
-    facts = [a if type(a) in _PLAIN else _fact(a) for a in arguments]
+    facts = [
+        a if type(a) in _PLAIN else (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else _fact(a)
+        for a in arguments
+    ]
     plan = _plan((id(kernel), device.index, *facts, *options.items()))
     if device.index == torch.cuda.current_device():
         _run(plan, kernel, grid, arguments, options)
@@ -61,9 +64,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def _fact(argument: Any) -> Any:
-    """What a compiled kernel depends on."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
+    """What a compiled kernel depends on, of arguments other than tensors."""
     if type(argument).__name__ == "TensorDescriptor":  # Triton's or Gluon's, whose layout its block implies
         return argument.base.dtype, *argument.block_shape
     return argument

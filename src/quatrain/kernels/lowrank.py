@@ -88,21 +88,22 @@ def forward(
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
     (tokens, width), rank, out_width = x.shape, branch.rank, branch.outward.shape[1]
     row, column, square = (_spec(specs, i) for i in (0, 5, 1))
+    amax = torch.empty(2, dtype=torch.float32, device=x.device)
+    wide, w = (_with_room(rows, width + rank, x.device) for rows in (tokens, out_width))
+    w_decoded, w_branch = w.split_with_sizes((width, rank), 1)
+    decode(weight[0], weight[1], square, out=w_decoded, clear=amax)
     u = product(x, branch.inward.t(), torch.bfloat16)
-    basis = branch.inward[rank:]
-    amax = projected_amaxes(x, u[:, rank:], basis, column)
-    wide = _with_room(tokens, width + rank, x)
+    (h, z), basis = u.chunk(2, 1), branch.inward[rank:]
+    projected_amaxes(x, z, basis, column, amax)
     blocks = -(-tokens // 16)
     codes = torch.empty(width, blocks * 8, dtype=torch.uint8, device=x.device)
     scales = torch.empty(width, blocks, dtype=torch.float8_e4m3fn, device=x.device)
-    quantize_projected(x, u[:, rank:], basis, (row, column), (key, kept_key), wide, (codes, scales), amax)
-    beside = ((amax[:1], row.constant), (weight[2], square.constant))
-    factors = place_narrow(u[:, :rank], branch.beta, wide[:, width : width + rank], beside)
-    w = _with_room(out_width, width + rank, x)
-    decode(weight[0], weight[1], square, out=w[:, :width])
-    w[:, width : width + rank].copy_(branch.outward[:rank].t())
-    y = _scaled(wide[:, : width + rank], w[:, : width + rank].t(), factors, torch.bfloat16, bias)
-    return y, u, (codes, scales, amax[1:]), amax[:1]
+    quantize_projected(x, z, basis, (row, column), (key, kept_key), wide, (codes, scales), amax)
+    amax_x, amax_kept = amax.chunk(2)
+    beside = ((amax_x, row.constant), (weight[2], square.constant))
+    factors = place_narrow(h, branch.beta, wide[:, width:], beside, (branch.outward, w_branch.t()))
+    y = _scaled(wide, w.t(), factors, torch.bfloat16, bias)
+    return y, u, (codes, scales, amax_kept), amax_x
 
 
 def backward(
@@ -132,26 +133,27 @@ def backward(
     dy = dy if dy.stride(1) == 1 and dy.stride(0) % 8 == 0 and dy.data_ptr() % 16 == 0 else dy.contiguous()
     (tokens, width), rank, in_width = dy.shape, branch.rank, branch.inward.shape[1]
     row, column, square, other = (_spec(specs, i) for i in (2, 4, 3, 5))
-    v = product(dy, branch.outward.t(), torch.bfloat16)
-    basis = branch.outward[rank:]
-    amax = projected_amaxes(dy, v[:, rank:], basis, column)
-    wide = _with_room(tokens, width + rank, dy)
-    tall = _with_room(-(-tokens // 16) * 16, width + rank, dy)
-    quantize_projected(dy, v[:, rank:], basis, (row, column), keys, wide, (tall, None), amax)
-    ends = slice(width, width + rank)
-    beside = ((amax[:1], row.constant), (weight[2], square.constant))
-    along = (tall[:, ends], column, (amax[1:], column.constant), (kept[2], other.constant))
-    factors = place_narrow(v[:, :rank], branch.beta, wide[:, ends], beside, along)
+    amax = torch.empty(2, dtype=torch.float32, device=dy.device)
     w = torch.empty(width + rank, in_width, dtype=torch.bfloat16, device=dy.device)
-    decode(weight[0], weight[1], square, out=w[:width])
-    w[width:].copy_(branch.inward[:rank])
-    dx = _scaled(wide[:, : width + rank], w, factors[:2], torch.bfloat16, None)
-    del wide, w
-    found = _scaled(tall[:, : width + rank].t(), decode(kept[0], kept[1], other).t(), factors[2:], out_dtype, None)
-    given = product(dy.t(), u[:, :rank], torch.float32)
-    small = product(v[:, :rank].t(), u[:, rank:], torch.float32)
-    left, right = factor_gradients(given, found[width:], small, branch.inward[rank:], branch.beta, out_dtype)
-    return dx, found[:width], left, right, amax
+    w_decoded, w_branch = w.split_with_sizes((width, rank))
+    decode(weight[0], weight[1], square, out=w_decoded, clear=amax)
+    v = product(dy, branch.outward.t(), torch.bfloat16)
+    (d, a), (h, z), basis = v.chunk(2, 1), u.chunk(2, 1), branch.outward[rank:]
+    projected_amaxes(dy, a, basis, column, amax)
+    wide, tall = (_with_room(rows, width + rank, dy.device) for rows in (tokens, -(-tokens // 16) * 16))
+    quantize_projected(dy, a, basis, (row, column), keys, wide, (tall, None), amax)
+    amax_row, amax_column = amax.chunk(2)
+    beside = ((amax_row, row.constant), (weight[2], square.constant))
+    along = (tall[:, width:], column, (amax_column, column.constant), (kept[2], other.constant))
+    factors = place_narrow(d, branch.beta, wide[:, width:], beside, (branch.inward, w_branch), along)
+    for_dx, for_dw = factors.chunk(2)
+    dx = _scaled(wide, w, for_dx, torch.bfloat16, None)
+    del wide, w, w_decoded, w_branch
+    found = _scaled(tall.t(), decode(kept[0], kept[1], other).t(), for_dw, out_dtype, None)
+    dw, rest = found.split_with_sizes((width, rank))
+    given, small = product(dy.t(), h, torch.float32), product(d.t(), z, torch.float32)
+    left, right = factor_gradients(given, rest, small, branch.inward[rank:], branch.beta, out_dtype)
+    return dx, dw, left, right, amax
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -166,9 +168,10 @@ def _spec(specs: tuple[str | None, ...], operand: int) -> QuantSpec:
     return QuantSpec.from_json(text)
 
 
-def _with_room(rows: int, columns: int, like: Tensor) -> Tensor:
-    """BF16 [rows, >= columns], whole lines of memory in each row."""
-    return torch.empty(rows, -(-columns // _LINE) * _LINE, dtype=torch.bfloat16, device=like.device)
+def _with_room(rows: int, columns: int, device: torch.device) -> Tensor:
+    """BF16 [rows, columns], from one row to the next whole lines of memory."""
+    room = -(-columns // _LINE) * _LINE
+    return torch.empty_strided((rows, columns), (room, 1), dtype=torch.bfloat16, device=device)
 
 
 def _scaled(a: Tensor, b: Tensor, factors: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from quatrain.kernels.nvfp4_block_triton import (
     elements,
     transformed,
 )
-from quatrain.kernels.nvfp4_triton import largest_of
+from quatrain.kernels.nvfp4_triton import largest_of, store
 from quatrain.kernels.triton_math import round_pair, widen
 
 
@@ -167,14 +167,6 @@ def projected(
 
 
 @triton.jit
-def _store(pointers, values, inside, EVEN: tl.constexpr):
-    if EVEN:
-        tl.store(pointers, values)
-    else:
-        tl.store(pointers, values, mask=inside)
-
-
-@triton.jit
 def place_columns(
     words, codes_ptr, scales_ptr, tensor, start, middle, first, first_group, rows, columns, room,
     SIGNS: tl.constexpr, Q: tl.constexpr, DECODED: tl.constexpr, EVEN: tl.constexpr, SAFE: tl.constexpr,
@@ -200,10 +192,10 @@ def place_columns(
         for i in tl.static_range(16):
             out = top + i * step
             bits = ((pairs[i // 2] >> 16) if i % 2 == 1 else pairs[i // 2]).to(tl.int16)
-            _store(out, bits.to(tl.bfloat16, bitcast=True), inside, EVEN)
+            store(out, bits.to(tl.bfloat16, bitcast=True), inside, EVEN)
     else:
         low, high = code_words(magnitudes, signed, m, amax, start, middle, group * 8, Q, SAFE, ARCH)
         place = column.to(tl.int64) * groups + group
         out = codes_ptr + (tl.expand_dims(place * 2, 4) + tl.arange(0, 2)[None, None, None, None, :])
-        _store(out, tl.join(low, high), tl.expand_dims(inside, 4), EVEN)
-        _store(scales_ptr + place, code.to(tl.uint8), inside, EVEN)
+        store(out, tl.join(low, high), tl.expand_dims(inside, 4), EVEN)
+        store(scales_ptr + place, code.to(tl.uint8), inside, EVEN)

@@ -43,6 +43,7 @@ from quatrain.kernels.triton_math import key_state, round_to, row_state
 _AMAX_TILING = (4, 4, 8)
 _TILING = (4, 2, 8)
 _NARROW_GROUPS = 4
+_FACTOR_TILE = 64  # columns of a factor that one program copies
 
 Scale = tuple[Tensor, float]  # amax fp32 [1] of an operand and the constant of its spec
 
@@ -98,6 +99,7 @@ def projected_amax_kernel(
                 REPEATS, True,
             )  # fmt: skip
     halves = tl.maximum(by_row & 0x7FFF0000, by_row << 16)  # neither has its sign set
+    out_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # bits of fp32, ordered like the magnitudes
     raise_largest(out_ptr, halves.to(tl.float32, bitcast=True), tl.bfloat16, -1, ARCH)
     raise_largest(out_ptr + 1, by_column, tl.bfloat16, SIGNS, ARCH)
 
@@ -179,16 +181,11 @@ def _inverse(scale, beta):
 
 
 @triton.jit
-def narrow_kernel(
+def _place_operand(
     u_ptr, rows_ptr, columns_ptr, row_amax_ptr, weight_amax_ptr, column_amax_ptr, kept_amax_ptr, factors_ptr, rows,
     rank, u_stride, rows_stride, columns_stride, beta, row_constant, weight_constant, column_constant, kept_constant,
     SIGNS: tl.constexpr, COLUMNS: tl.constexpr, ARCH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The branch's operand beside decoded ones, and what products are multiplied by: alpha and 0, as cuBLASLt reads.
-
-    Beside rows: U beta / alpha, alpha the scales of rows and weight. With COLUMNS beside columns too: U transformed as
-    they are, times beta over their own scale; then a second alpha, of columns and kept operand.
-    """
     row_scale = _tensor_scale(row_amax_ptr, row_constant)
     alpha = row_scale * _tensor_scale(weight_amax_ptr, weight_constant)
     factor = _inverse(alpha, beta)
@@ -222,6 +219,43 @@ def narrow_kernel(
             tl.store(columns_ptr + place, value, mask=inside)
 
 
+@triton.jit
+def _place_factor(
+    factor_ptr, out_ptr, first, columns, rank, out_stride, out_rank_stride, RANK: tl.constexpr, TILE: tl.constexpr
+):
+    """Columns of a factor [rank, columns] from `first` on to where they are read; either stride may be the 1."""
+    k, column = tl.arange(0, RANK)[:, None], (first + tl.arange(0, TILE))[None, :]
+    inside = (k < rank) & (column < columns)
+    values = tl.load(factor_ptr + k * columns + column, mask=inside)
+    tl.store(out_ptr + (column.to(tl.int64) * out_stride + k.to(tl.int64) * out_rank_stride), values, mask=inside)
+
+
+@triton.jit
+def narrow_kernel(
+    u_ptr, rows_ptr, columns_ptr, row_amax_ptr, weight_amax_ptr, column_amax_ptr, kept_amax_ptr, factors_ptr,
+    factor_ptr, placed_ptr, rows, rank, u_stride, rows_stride, columns_stride, factor_columns, placed_stride,
+    placed_rank_stride, beta, row_constant, weight_constant, column_constant, kept_constant, SIGNS: tl.constexpr,
+    COLUMNS: tl.constexpr, ARCH: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The branch's operand beside decoded ones, and what products are multiplied by: alpha and 0, as cuBLASLt reads.
+
+    Beside rows: U beta / alpha, alpha the scales of rows and weight. With COLUMNS beside columns too: U transformed as
+    they are, times beta over their own scale; then a second alpha, of columns and kept operand. Programs after those
+    copy a factor of the branch beside the decoded weight.
+    """
+    copying = tl.program_id(0) - tl.maximum(tl.cdiv(rows, 16 * GROUPS), 1)
+    if copying < 0:
+        _place_operand(
+            u_ptr, rows_ptr, columns_ptr, row_amax_ptr, weight_amax_ptr, column_amax_ptr, kept_amax_ptr, factors_ptr,
+            rows, rank, u_stride, rows_stride, columns_stride, beta, row_constant, weight_constant, column_constant,
+            kept_constant, SIGNS, COLUMNS, ARCH, RANK, GROUPS,
+        )  # fmt: skip
+    else:
+        _place_factor(
+            factor_ptr, placed_ptr, copying * TILE, factor_columns, rank, placed_stride, placed_rank_stride, RANK, TILE
+        )
+
+
 def _basis_rank(basis: Tensor) -> int:
     return max(16, next_power_of_2(basis.shape[0]))
 
@@ -234,7 +268,7 @@ def _grid(rows: int, columns: int, tiling: tuple[int, int, int]) -> tuple[tuple[
     return (ceil_div(columns, tile), ceil_div(rows, 64 * down)), down, even
 
 
-def projected_amaxes(x: Tensor, u: Tensor, basis: Tensor, column: QuantSpec) -> Tensor:
+def projected_amaxes(x: Tensor, u: Tensor, basis: Tensor, column: QuantSpec, zeros: Tensor | None = None) -> Tensor:
     """fp32 [2]: the largest magnitude of x, and of the transpose of x - u basis under the column spec's transform.
 
     Args:
@@ -242,8 +276,9 @@ def projected_amaxes(x: Tensor, u: Tensor, basis: Tensor, column: QuantSpec) -> 
         u: BF16 [M, r], last stride 1.
         basis: BF16 [r, K], contiguous.
         column: spec of the transpose.
+        zeros: fp32 [2] of zeros to write to, where a kernel before this one has made them; None for zeros of its own.
     """
-    out = torch.zeros(2, dtype=torch.int32, device=x.device)
+    out = torch.zeros(2, dtype=torch.float32, device=x.device) if zeros is None else zeros
     if x.numel():
         (rows, columns), rank = x.shape, basis.shape[0]
         grid, down, even = _grid(rows, columns, _AMAX_TILING)
@@ -253,7 +288,7 @@ def projected_amaxes(x: Tensor, u: Tensor, basis: Tensor, column: QuantSpec) -> 
             signs(column), even, arch, _basis_rank(basis), *_AMAX_TILING[:2], down,
             num_warps=_AMAX_TILING[0], enable_fp_fusion=False, maxnreg=_amax_registers(arch, rank),
         )  # fmt: skip
-    return out.view(torch.float32)
+    return out
 
 
 def quantize_projected(
@@ -301,16 +336,17 @@ def _registers(specs: tuple[QuantSpec, QuantSpec], arch: int) -> int | None:
 
 
 def place_narrow(
-    u: Tensor, beta: float, rows: Tensor, scales: tuple[Scale, Scale],
+    u: Tensor, beta: float, rows: Tensor, scales: tuple[Scale, Scale], factor: tuple[Tensor, Tensor],
     columns: tuple[Tensor, QuantSpec, Scale, Scale] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the branch's operand beside decoded ones; returns (alpha, 0) of their product, as cuBLASLt reads them.
+    """Write both of the branch's operands beside decoded ones; returns (alpha, 0) of their product for cuBLASLt.
 
     Args:
         u: BF16 [M, r], last stride 1.
         beta: what the branch is multiplied by.
         rows: BF16 [M, r], any stride of rows: u beta / alpha.
         scales: of what `rows` stands beside and of the other operand; alpha is their product.
+        factor: BF16 [>= r, n], contiguous, whose first r rows are copied, and where they go: BF16 [r, n], any strides.
         columns: BF16 [M', r], any stride of rows, the spec by whose transform u is turned along M, and the scales of
             what it stands beside and of the other operand.
 
@@ -323,11 +359,13 @@ def place_narrow(
     beside, spec, (amax, constant), (kept_amax, kept_constant) = columns or (rows, None, *scales)
     groups = ceil_div(tokens, 16)
     count = min(_NARROW_GROUPS, next_power_of_2(groups))
+    source, placed = factor
+    grid = max(1, ceil_div(groups, count)) + ceil_div(source.shape[1], _FACTOR_TILE)
     launch(
-        narrow_kernel, (max(1, ceil_div(groups, count)),), u, rows, beside, row_amax, weight_amax, amax, kept_amax,
-        factors, tokens, rank, u.stride(0), rows.stride(0), beside.stride(0), beta, row_constant, weight_constant,
-        constant, kept_constant, signs(spec), columns is not None, architecture(device.index),
-        max(16, next_power_of_2(rank)), count,
+        narrow_kernel, (grid,), u, rows, beside, row_amax, weight_amax, amax, kept_amax, factors, source, placed,
+        tokens, rank, u.stride(0), rows.stride(0), beside.stride(0), source.shape[1], placed.stride(1),
+        placed.stride(0), beta, row_constant, weight_constant, constant, kept_constant, signs(spec),
+        columns is not None, architecture(device.index), max(16, next_power_of_2(rank)), count, _FACTOR_TILE,
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return factors

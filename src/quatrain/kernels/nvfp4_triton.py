@@ -59,7 +59,8 @@ def load_columns(x_ptr, group, column, rows, columns, stride, EVEN: tl.constexpr
 
 
 @triton.jit
-def _store(pointers, values, inside, EVEN: tl.constexpr):
+def store(pointers, values, inside, EVEN: tl.constexpr):
+    """Without a mask where a tile is whole."""
     if EVEN:
         tl.store(pointers, values)
     else:
@@ -98,12 +99,12 @@ def quantize_rows(
         for i in tl.static_range(2):
             out = codes_ptr + (place * 8 + 4 * i)[:, None] + tl.arange(0, 4)[None, :]
             four = join4(pairs[4 * i], pairs[4 * i + 1], pairs[4 * i + 2], pairs[4 * i + 3])
-            _store(out, four, inside[:, None], EVEN)
+            store(out, four, inside[:, None], EVEN)
     else:
         low, high = code_words(magnitudes, signed, m, amax, start, middle, block * 8, Q, SAFE, ARCH)
         out = codes_ptr + (place * 2)[:, None] + tl.arange(0, 2)[None, :]
-        _store(out, tl.join(low, high), inside[:, None], EVEN)
-        _store(scales_ptr + place, code.to(tl.uint8), inside, EVEN)
+        store(out, tl.join(low, high), inside[:, None], EVEN)
+        store(scales_ptr + place, code.to(tl.uint8), inside, EVEN)
 
 
 @triton.jit
@@ -136,15 +137,15 @@ def quantize_columns(
         for i in tl.static_range(16):
             out = codes_ptr + (group * 16 + i).to(tl.int64)[:, None] * room + column[None, :]
             bits = ((pairs[i // 2] >> 16) if i % 2 == 1 else pairs[i // 2]).to(tl.int16)
-            _store(out, bits.to(tl.bfloat16, bitcast=True), inside, EVEN)
+            store(out, bits.to(tl.bfloat16, bitcast=True), inside, EVEN)
     else:
         low, high = code_words(magnitudes, signed, m, amax, start, middle, pair, Q, SAFE, ARCH)
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), [column.shape[0], 2 * GROUPS])
         word = first_group * 2 + tl.arange(0, 2 * GROUPS)
         out = codes_ptr + column.to(tl.int64)[:, None] * (groups * 2) + word[None, :]
-        _store(out, words, (column < columns)[:, None] & (word < groups * 2)[None, :], EVEN)
+        store(out, words, (column < columns)[:, None] & (word < groups * 2)[None, :], EVEN)
         out = scales_ptr + column.to(tl.int64)[:, None] * groups + group[None, :]
-        _store(out, tl.trans(code).to(tl.uint8), (column < columns)[:, None] & (group < groups)[None, :], EVEN)
+        store(out, tl.trans(code).to(tl.uint8), (column < columns)[:, None] & (group < groups)[None, :], EVEN)
 
 
 @triton.jit

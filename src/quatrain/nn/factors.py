@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quatrain.nn.lowrank import cholesky_qr, principal_rows
-from quatrain.nn.weights import keeps_nothing, sample, without_branch
+from quatrain.nn.weights import keeps_nothing, same_sample, sample, without_branch
 
 _SEED = 0x5EED  # of the sketch by which a dense weight is split: the same at each step, so nothing need be stored
 _AT_ONCE = 16  # linears of one shape: a few float64 copies of their factors are alive
@@ -57,10 +57,10 @@ def _cached(
     sources = [weight] if left is None or right is None else [left, right]
     if weight.is_meta or any(keeps_nothing(source) for source in sources):
         return _make(weight, left, right, dtype, rank, with_residual)
-    stamp, samples = _stamp(sources, generation, dtype, with_residual), _samples(sources)
+    stamp = _stamp(sources, generation, dtype, with_residual)
     cached = getattr(seeds, "split_factors", None)
-    if cached is None or cached[0] != stamp or not torch.equal(cached[1], samples):
-        cached = (stamp, samples, _make(weight, left, right, dtype, rank, with_residual))
+    if cached is None or cached[0] != stamp or not all(map(same_sample, cached[1], sources)):
+        cached = (stamp, _samples(sources), _make(weight, left, right, dtype, rank, with_residual))
         seeds.split_factors = cached  # type: ignore[attr-defined]
     found: list[Tensor] = cached[2]
     return found
@@ -104,8 +104,8 @@ def _stamp(
     return tuple((s.data_ptr(), s._version) for s in sources), int(generation), dtype, with_residual
 
 
-def _samples(sources: list[Tensor]) -> Tensor:
-    return torch.cat([sample(source) for source in sources])
+def _samples(sources: list[Tensor]) -> list[Tensor | None]:
+    return [sample(source) for source in sources]
 
 
 def _make(

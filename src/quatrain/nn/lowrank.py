@@ -170,8 +170,8 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     small = matrix.cpu()
     if not bool(small.isfinite().all()):
         raise NonFiniteError(
-            "a weight that is split must be finite, received NaN or infinity; resume from the last checkpoint with a "
-            "lower learning rate"
+            "a weight that is split must be finite, received NaN or infinity; in training, resume from the last "
+            "checkpoint with a lower learning rate; of a model just loaded, its file is damaged: load it again"
         )
     values, vectors = torch.linalg.eigh((small + small.t()) / 2)
     return values.flip(0).to(matrix.device), vectors.flip(1).to(matrix.device)

@@ -81,12 +81,16 @@ class SplitFunction(torch.autograd.Function):
         ctx.seen_row, ctx.zero = seen_row, zero
         seen = maxima_row(zero.to(x.device), {0: done.amax, 1: codes[2], 3: codes[5], 5: done.kept[2]})
         ctx.mark_non_differentiable(seen)
+        if not compiling:
+            ctx.set_materialize_grads(False)  # else zeros are made for `seen` before each backward pass
         return done.y, seen
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102 (torch's)
         dy = grads[0]  # [T, N]
+        if dy is None:  # what follows the linear gave none
+            return (None,) * 20
         keys, *saved = ctx.saved_tensors
         keys = ctx.keys if keys is None else keys
         joined = ctx.plan[6]

@@ -94,9 +94,9 @@ def _cached_codes(
         return _make(weight, seeds, clock, dtype, fprop, dgrad, branch)
     stamp = (weight.data_ptr(), weight._version, int(generation), dtype, fprop)
     cached = getattr(seeds, "weight_codes", None)
-    fresh = cached is not None and cached[0] == stamp and torch.equal(cached[1], sample(weight))
+    fresh = cached is not None and cached[0] == stamp and same_sample(cached[1], weight)
     if not fresh or cached is None:
-        cached = (stamp, sample(weight).clone(), _make(weight, seeds, clock, dtype, fprop, dgrad, branch), dgrad)
+        cached = (stamp, sample(weight), _make(weight, seeds, clock, dtype, fprop, dgrad, branch), dgrad)
     elif dgrad is not None and cached[3] != dgrad:  # the first forward needed no gradient of the input
         parts = (*cached[2][:3], *_make(weight, seeds, clock, dtype, None, dgrad, branch)[3:])
         cached = (stamp, cached[1], parts, dgrad)
@@ -134,14 +134,23 @@ def _key_if_drawn(spec: str, seeds: Tensor, clock: Tensor, operand: int) -> Tens
     return operand_key(seeds, clock, operand) if '"stochastic' in spec else None
 
 
-def sample(weight: Tensor) -> Tensor:
-    """A few hundred elements, to notice a write that autograd's version counter does not see (`weight.data`).
+def sample(weight: Tensor) -> Tensor | None:
+    """A copy of a few hundred elements, to notice a write that autograd's version counter does not see (`weight.data`).
 
-    On a GPU the comparison would wait for the device, so there the sample is empty: optimizer steps are noticed all
-    the same, other writes through `.data` need `quatrain.drop_weight_codes`.
+    On a GPU the comparison would wait for the device, so there is none: optimizer steps are noticed all the same, other
+    writes through `.data` need `quatrain.drop_weight_codes`.
     """
+    return None if weight.device.type != "cpu" or not weight.is_contiguous() else _strided(weight).clone()
+
+
+def same_sample(taken: Tensor | None, weight: Tensor) -> bool:
+    """Whether the weight still shows the sample that was taken of it; always true where none can be."""
     if weight.device.type != "cpu" or not weight.is_contiguous():
-        return weight.detach().flatten()[:0]
+        return taken is None
+    return taken is not None and torch.equal(taken, _strided(weight))
+
+
+def _strided(weight: Tensor) -> Tensor:
     flat = weight.detach().view(-1)
     return flat[:: max(1, flat.numel() // 256)]
 
