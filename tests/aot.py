@@ -37,6 +37,7 @@ from quatrain.kernels import (
     nvfp4_triton,
     quantize_triton,
 )
+from quatrain.kernels import newton_schulz_clip_triton as clip
 from quatrain.kernels import newton_schulz_elements_triton as around
 from quatrain.kernels import newton_schulz_products_triton as products
 from quatrain.kernels import newton_schulz_triton as newton_schulz
@@ -54,12 +55,12 @@ TYPES = {
 }  # fmt: skip
 MODULES = (
     nvfp4_triton, blocks_triton, decode_triton, lowrank_triton, lowrank_gradients_triton, matmul_triton, adamw_triton,
-    products, around, attention_triton, attention_backward_triton, attention_views_triton,
+    products, clip, around, attention_triton, attention_backward_triton, attention_views_triton,
     attention_hopper_forward_triton, attention_hopper_backward_triton,
 )  # fmt: skip
 HOSTS = (
-    quantize_triton, blocks_triton, decode_triton, lowrank_triton, lowrank_gradients_triton, adamw_triton, around,
-    newton_schulz, attention_triton, attention_views_triton,
+    quantize_triton, blocks_triton, decode_triton, lowrank_triton, lowrank_gradients_triton, adamw_triton, clip,
+    around, newton_schulz, attention_triton, attention_views_triton,
 )  # fmt: skip
 SCALED = r"tcgen05\.mma\.\S*kind::mxf4nvf4\.block_scale|mma\.sync\.\S*kind::mxf4nvf4\.block_scale"
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -210,6 +211,7 @@ def launches_for(arch: int, launches: list[tuple[Any, tuple[Any, ...], dict[str,
     """Fill `launches`, kernels being recorders, with each kernel once for each set of constants that matters."""
     for module in HOSTS:
         module.architecture = lambda device: arch  # type: ignore[attr-defined]
+    newton_schulz._processors = lambda device: 132  # type: ignore[attr-defined]
     launch_all()
     launch_lowrank(arch == 90)
     launch_attention(tuning=tuning_for(128, arch))

@@ -193,7 +193,9 @@ def test_a_weight_that_is_not_finite_is_named_and_not_split(value: float) -> Non
     before = [factor.detach().clone() for factor in linear.factors()]
     with torch.no_grad():
         linear.weight[3, 5] = value
-    with pytest.raises(qt.NonFiniteError, match=r"^m: a weight that is split must be finite.*learning rate$"):
+    with pytest.raises(
+        qt.NonFiniteError, match=r"^m: a weight that is split must be finite.*learning rate; of a model"
+    ):
         qt.realign(linear, torch.optim.AdamW(linear.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(before, linear.factors(), strict=True))
     dense, _ = make(Split(rank=16, parametrize=False), ROWS)

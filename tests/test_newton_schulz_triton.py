@@ -83,6 +83,22 @@ def test_operands_to_the_bit(spec: QuantSpec) -> None:
     assert torch.equal(columns, quantized(x.mT, iteration).mT)
 
 
+@pytest.mark.parametrize("shape", [(3, 40, 60), (2, 100, 48), (1, 257, 300), (1, 700, 100)])
+@pytest.mark.parametrize("quantile", [1e-9, 0.5, 0.99, 1.0])
+def test_clip_thresholds_are_those_of_a_sort(shape: tuple[int, int, int], quantile: float) -> None:
+    """Ties, subnormal numbers, zeros, infinity and NaN included; of tall matrices the transpose is sampled."""
+    x = random(*shape)
+    x[0] = (x[0] * 4).round() / 4
+    x[0, :3] *= 1e-39
+    if shape[0] > 1:
+        x[1, :, ::2] = 0.0
+    if shape[0] > 2:
+        x[2, 1] = float("inf")
+        x[2, 2] = float("nan")
+    wanted = reference.clip_threshold(x.mT if shape[1] > shape[2] else x, quantile)
+    assert torch.equal(twin.clip_threshold(x, quantile).view(torch.int32), wanted.view(torch.int32) & 0x7FFFFFFF)
+
+
 @pytest.mark.parametrize("shape", [(2, 40, 60), (1, 100, 48), (1, 64, 128)])
 @pytest.mark.parametrize("clip", [None, 0.9])
 def test_first_x_to_the_bit(shape: tuple[int, int, int], clip: float | None) -> None:
@@ -117,12 +133,16 @@ def test_operands_made_with_the_product_are_those_of_what_is_stored(split: str |
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize(("halves", "processors"), [(False, 0), (True, 0), (True, 5), (False, 7)])
 @pytest.mark.parametrize("split", [None, "diagonal"])
-def test_tall_tiles_of_symmetric_products(split: str | None) -> None:
-    """Blocks of 64 x 64 as two tiles of 64 x 32: the same matrices, whole and symmetric, and diagonals."""
+def test_tall_tiles_of_symmetric_products(split: str | None, halves: bool, processors: int) -> None:
+    """Blocks of 64 x 64 as two tiles of 64 x 32, the last two or five of twelve divided: the same matrices."""
     iteration, found = Iteration(HYBRID, None, split), []
     for tall in (1, 2):
-        tuning = twin.Tuning(fused=False, tile=32, tall=tall, tile_m=32, tile_n=64, step=32, warps=4, update_warps=4)
+        tuning = twin.Tuning(
+            fused=False, tile=32, tall=tall, halves=halves, processors=processors, tile_m=32, tile_n=64, step=32,
+            warps=4, update_warps=4,
+        )  # fmt: skip
         torch.manual_seed(0)
         plan, work = prepared(random(2, 128, 128), iteration, None, tuning)
         work.diagonals.zero_()

@@ -21,10 +21,10 @@ def test_kernels_compile(arch: int, target: str) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {k["kernel"] for k in kernels} == {
         "rows_kernel", "tiles_kernel", "amax_kernel", "blocks_kernel", "decode_kernel", "fp8_kernel", "factors_kernel",
-        "adamw_kernel", "momentum_kernel", "threshold_kernel", "norm_kernel", "start_kernel", "symmetric_kernel",
-        "update_kernel", "operands_kernel", "weights_kernel", "sums_kernel", "center_kernel", "norms_kernel",
-        "delta_kernel", "forward_kernel", "query_kernel", "key_kernel", "projected_amax_kernel", "projected_kernel",
-        "narrow_kernel", "factor_gradients_kernel",
+        "adamw_kernel", "momentum_kernel", "digit_kernel", "threshold_kernel", "norm_kernel", "start_kernel",
+        "symmetric_kernel", "update_kernel", "operands_kernel", "weights_kernel", "sums_kernel", "center_kernel",
+        "norms_kernel", "delta_kernel", "forward_kernel", "query_kernel", "key_kernel", "projected_amax_kernel",
+        "projected_kernel", "narrow_kernel", "factor_gradients_kernel",
     } | ({"hopper_forward_kernel", "hopper_query_kernel", "hopper_key_kernel"} if arch == 90 else set())  # fmt: skip
     assert all(k["target"] == target and k["bytes"] > 5000 for k in kernels)  # an empty kernel would be smaller
     assert not any(k["merges"] for k in kernels)

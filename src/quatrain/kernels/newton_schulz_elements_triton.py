@@ -1,4 +1,4 @@
-"""What surrounds Newton-Schulz in Triton: momentum, clip threshold, norm, the first X, and the update of weights.
+"""What surrounds Newton-Schulz in Triton: momentum, norm, the first X, and the update of weights.
 
 Each reads every tensor once. Up to eight tensors of one shape go through a launch, as arguments of their own: no table
 has to reach the device first, and a CUDA graph may hold the launch.
@@ -80,42 +80,6 @@ def momentum_kernel(
     update = new + (g - new) * share if NESTEROV else new
     _save(buffer_ptr + at, _rounded(new, b0.dtype.element_ty, ARCH), inside, EVEN)
     _save(out, update, inside, EVEN)
-
-
-@triton.jit
-def threshold_kernel(
-    x_ptr,  # [k, rows, columns] in memory
-    out_ptr,  # fp32 [k]
-    rows,
-    columns,
-    stride,
-    count,
-    rank,
-    TALL: tl.constexpr,
-    WIDE: tl.constexpr,  # more elements than 32 bits count: divisions take three times as long
-    ARCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of one matrix, the magnitude of that rank in a strided sample; infinite for 0.
-
-    The bits of magnitudes are ordered as they are, so they are found one by one, by counting what lies below.
-    """
-    i = tl.arange(0, BLOCK)
-    place = tl.where(i < count, i, 0)
-    if WIDE:
-        place = place.to(tl.int64)
-    place = place * stride
-    if TALL:  # the sample walks along rows of the transpose
-        place = (place % rows) * columns + place // rows
-    base = x_ptr + tl.program_id(0).to(tl.int64) * rows * columns
-    bits = widen(tl.load(base + place), ARCH).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    bits = tl.where(i < count, bits, 0x7FFFFFFF)
-    found = tl.max(bits * 0, 0)
-    for step in range(31):
-        trial = found | (1 << (30 - step))
-        found = tl.where(tl.sum((bits < trial).to(tl.int32), 0) < rank, trial, found)
-    value = found.to(tl.float32, bitcast=True)
-    tl.store(out_ptr + tl.program_id(0), tl.where(value == 0.0, float("inf"), value))
 
 
 @triton.jit

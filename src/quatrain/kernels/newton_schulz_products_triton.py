@@ -37,6 +37,68 @@ def _triangle(index):
 
 
 @triton.jit
+def _finish(
+    total, row, column, on_diagonal, out, gram, diagonal, polynomial, b, c, m, POLYNOMIAL: tl.constexpr,
+    SPLIT: tl.constexpr, QUANTIZED: tl.constexpr, ARCH: tl.constexpr,
+):  # fmt: skip
+    """Rows of a tile from its sums to what is stored, and without QUANTIZED its mirror image; all of one matrix."""
+    at = row[:, None] * m + column[None, :]
+    first = tl.min(column, 0)
+    crossed = (row >= first) & (row < first + column.shape[0])  # rows that meet the diagonal inside this tile
+    if SPLIT:
+        d, e = tl.zeros((row.shape[0],), tl.float32), tl.zeros((column.shape[0],), tl.float32)
+        if POLYNOMIAL:
+            d, e = tl.load(diagonal + row), tl.load(diagonal + column)
+        if on_diagonal:
+            found = tl.sum(tl.where(row[:, None] == column[None, :], total, 0.0), 1)
+            if POLYNOMIAL:
+                tl.store(polynomial + row, d * b + (d * d + found) * c, mask=crossed)
+            else:
+                tl.store(diagonal + row, found, mask=crossed)
+    if POLYNOMIAL:
+        stored = widen(tl.load(gram + at), ARCH)
+        if SPLIT:
+            total = ((d[:, None] + e[None, :]) * stored + total) * c + stored * b
+        else:
+            total = stored * b + total * c
+        tl.debug_barrier()  # out may be gram
+    rounded = _bf16(total, ARCH)
+    tl.store(out + at, rounded)
+    if SPLIT:
+        tl.debug_barrier()
+        if on_diagonal:
+            tl.store(out + (row * m + row), tl.zeros((row.shape[0],), tl.bfloat16), mask=crossed)
+    if not QUANTIZED:  # noqa: SIM102 (decided when compiling)
+        if not on_diagonal:
+            tl.store(out + (column[:, None] * m + row[None, :]), tl.trans(rounded))
+
+
+@triton.jit
+def _symmetric_tile(
+    x, out, gram, diagonal, polynomial, first_row, first_column, on_diagonal, b, c, m, length,
+    POLYNOMIAL: tl.constexpr, SPLIT: tl.constexpr, QUANTIZED: tl.constexpr, ARCH: tl.constexpr, ROWS: tl.constexpr,
+    HALVES: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """ROWS x TILE of x x^T, or of the polynomial, of one matrix. HALVES: finished one half after the other."""
+    HEIGHT: tl.constexpr = ROWS // 2 if HALVES else ROWS
+    row, column, k = first_row + tl.arange(0, HEIGHT), first_column + tl.arange(0, TILE), tl.arange(0, STEP)
+    left, right = x + (row[:, None] * length + k[None, :]), x + (column[:, None] * length + k[None, :])
+    total, lower = tl.zeros((HEIGHT, TILE), tl.float32), tl.zeros((HEIGHT, TILE), tl.float32)
+    for _ in range(0, length, STEP):
+        shared = tl.trans(_operand(tl.load(right), ARCH))
+        total = tl.dot(_operand(tl.load(left), ARCH), shared, total)
+        if HALVES:
+            lower = tl.dot(_operand(tl.load(left + HEIGHT * length), ARCH), shared, lower)
+        left += STEP
+        right += STEP
+    _finish(total, row, column, on_diagonal, out, gram, diagonal, polynomial, b, c, m, POLYNOMIAL, SPLIT, QUANTIZED,
+            ARCH)  # fmt: skip
+    if HALVES:
+        _finish(lower, row + HEIGHT, column, on_diagonal, out, gram, diagonal, polynomial, b, c, m, POLYNOMIAL, SPLIT,
+                QUANTIZED, ARCH)  # fmt: skip
+
+
+@triton.jit
 def symmetric_kernel(
     x_ptr,  # BF16 [k, m, length], the operand
     out_ptr,  # BF16 [k, m, m]; with NVFP4 operands only tiles on and below the diagonal are written
@@ -48,6 +110,7 @@ def symmetric_kernel(
     c,
     m,
     length,
+    whole,  # tiles that one program each forms, with PARTED
     POLYNOMIAL: tl.constexpr,
     SPLIT: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -55,60 +118,40 @@ def symmetric_kernel(
     ARCH: tl.constexpr,
     TILE: tl.constexpr,
     TALL: tl.constexpr,  # rows of a tile over its columns; 1 with QUANTIZED
+    HALVES: tl.constexpr,  # upper and lower rows of a tall tile are finished one after the other: fewer registers
+    PARTED: tl.constexpr,  # tiles after `whole` are divided among TALL programs
     STEP: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """One tile of X X^T, or of b A + c A A^T; its mirror image; the operand that both become."""
     ROWS: tl.constexpr = TILE * TALL
+    index = tl.program_id(0)
+    part = 0
+    if PARTED:
+        beyond = tl.maximum(index - whole, 0)
+        index = tl.minimum(index, whole) + beyond // TALL
+        part = beyond % TALL
     side = m // ROWS
     tiles = TALL * side * (side + 1) // 2
-    batch = (tl.program_id(0) // tiles).to(tl.int64)
-    i, square = _triangle(tl.program_id(0) % tiles // TALL)  # of blocks of ROWS x ROWS
-    j = square * TALL + tl.program_id(0) % TALL
-    row, column = i * ROWS + tl.arange(0, ROWS), j * TILE + tl.arange(0, TILE)
-    k = tl.arange(0, STEP)
-    left = x_ptr + batch * m * length + (row[:, None] * length + k[None, :])
-    right = x_ptr + batch * m * length + (column[:, None] * length + k[None, :])
-    total = tl.zeros((ROWS, TILE), tl.float32)
-    for _ in range(0, length, STEP):
-        total = tl.dot(_operand(tl.load(left), ARCH), tl.trans(_operand(tl.load(right), ARCH)), total)
-        left += STEP
-        right += STEP
-    at = batch * m * m + (row[:, None] * m + column[None, :])
-    along = batch * m + row
-    crossed = (row >= j * TILE) & (row < j * TILE + TILE)  # rows that meet the diagonal inside this tile
-    if SPLIT:
-        d, e = tl.zeros((ROWS,), tl.float32), tl.zeros((TILE,), tl.float32)
-        if POLYNOMIAL:
-            d, e = tl.load(diagonal_ptr + along), tl.load(diagonal_ptr + batch * m + column)
-        if i == square:
-            found = tl.sum(tl.where(row[:, None] == column[None, :], total, 0.0), 1)
-            if POLYNOMIAL:
-                tl.store(polynomial_ptr + along, d * b + (d * d + found) * c, mask=crossed)
-            else:
-                tl.store(diagonal_ptr + along, found, mask=crossed)
-    if POLYNOMIAL:
-        stored = widen(tl.load(gram_ptr + at), ARCH)
-        if SPLIT:
-            total = ((d[:, None] + e[None, :]) * stored + total) * c + stored * b
-        else:
-            total = stored * b + total * c
-        tl.debug_barrier()  # out_ptr may be gram_ptr
-    rounded = _bf16(total, ARCH)
-    tl.store(out_ptr + at, rounded)
-    if SPLIT:
-        tl.debug_barrier()
-        if i == square:
-            tl.store(out_ptr + batch * m * m + (row * m + row), tl.zeros((ROWS,), tl.bfloat16), mask=crossed)
+    batch = (index // tiles).to(tl.int64)
+    i, square = _triangle(index % tiles // TALL)  # of blocks of ROWS x ROWS
+    j = square * TALL + index % TALL
+    x, out, gram = x_ptr + batch * m * length, out_ptr + batch * m * m, gram_ptr + batch * m * m
+    diagonal, polynomial = diagonal_ptr + batch * m, polynomial_ptr + batch * m
+    if PARTED and tl.program_id(0) >= whole:
+        _symmetric_tile(x, out, gram, diagonal, polynomial, i * ROWS + part * TILE, j * TILE, i == square, b, c, m,
+                        length, POLYNOMIAL, SPLIT, QUANTIZED, ARCH, TILE, False, TILE, STEP)  # fmt: skip
+    else:
+        _symmetric_tile(x, out, gram, diagonal, polynomial, i * ROWS, j * TILE, i == square, b, c, m, length,
+                        POLYNOMIAL, SPLIT, QUANTIZED, ARCH, ROWS, HALVES, TILE, STEP)  # fmt: skip
     if QUANTIZED:
         tl.debug_barrier()
-        here = batch * m * m + (i * TILE * m + j * TILE)
-        rows_of_tile(out_ptr + here, operand_ptr + here, m, TILE, TILE, LANES, Q, ARCH)
+        here = i * TILE * m + j * TILE
+        operand = operand_ptr + batch * m * m
+        rows_of_tile(out + here, operand + here, m, TILE, TILE, LANES, Q, ARCH)
         if i != j:
-            mirrored = batch * m * m + (j * TILE * m + i * TILE)
-            columns_of_tile(out_ptr + here, operand_ptr + mirrored, m, m, True, TILE, TILE, LANES, Q, ARCH)
-    elif i != square:
-        tl.store(out_ptr + batch * m * m + (column[:, None] * m + row[None, :]), tl.trans(rounded))
+            mirrored = j * TILE * m + i * TILE
+            columns_of_tile(out + here, operand + mirrored, m, m, True, TILE, TILE, LANES, Q, ARCH)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ Sides are padded with zeros to whole tiles, which changes nothing: zero rows and
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +20,10 @@ from quatrain.kernels.newton_schulz import (
     Iteration,
     Triple,
     _product,
-    _sample_stride,
     quantized,
     starting_point,
 )
+from quatrain.kernels.newton_schulz_clip_triton import clip_threshold
 from quatrain.kernels.newton_schulz_elements_triton import apply_updates, momentum_updates
 from quatrain.kernels.quantize_triton import architecture, constants
 
@@ -50,6 +50,9 @@ class Tuning:
         step: of the contraction.
         stages: of the symmetric products' pipeline. Three of 128 x 128 leave room for a second program, whose products
             run while the first one quantizes.
+        halves: tall tiles of polynomials too, finished half by half: A needs registers beside the sums.
+        processors: multiprocessors, each of which has one tall tile at a time; a last wave that would leave most of
+            them idle is divided into smaller tiles. 0 for none of this.
         tall_stages: of the pipeline of tall tiles.
         warps: of a program of a symmetric product.
         update_stages: of the pipeline of a X + B X.
@@ -61,6 +64,8 @@ class Tuning:
     library: bool = False
     tile: int = 128
     tall: int = 1
+    halves: bool = False
+    processors: int = 0
     tile_m: int = 128
     tile_n: int = 128
     step: int = 64
@@ -156,10 +161,17 @@ def make_plan(iteration: Iteration, narrow: int, x: Tensor, tuning: Tuning | Non
     )
     if tuning is None:
         arch = _arch(x)
-        large = replace(LARGE, stages=4, tall=2 if arch == _HOPPER else 1) if arch in _ROOMY else LARGE
+        large = replace(LARGE, stages=4) if arch in _ROOMY else LARGE
+        if arch == _HOPPER:
+            large = replace(large, tall=2, halves=True, processors=_processors(x.device.index))
         tuning = SMALL if narrow <= 64 else large
     q = constants(spec if fast and spec is not None else QuantSpec("nvfp4"))
     return _Plan(iteration, tuning, fast, q, _arch(x))
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _buffers(count: int, m: int, n: int, plan: _Plan, device: torch.device) -> _Work:
@@ -183,21 +195,10 @@ def _lanes(plan: _Plan, tile_m: int, tile_n: int, warps: int) -> int:
 
 
 def _start(source: Tensor, clip: float | None, plan: _Plan, work: _Work) -> None:
-    """Threshold, norm, and the first X with its operands: three launches."""
+    """Threshold, norm, and the first X with its operands."""
     count, rows, columns = source.shape
     size, tall = rows * columns, rows > columns
-    threshold = torch.empty(count, dtype=torch.float32, device=source.device)
-    if clip is not None:
-        if not 0.0 < clip <= 1.0:
-            raise ValueError(f"clip is a quantile in (0, 1], as 0.99, or None; received {clip!r}")
-        stride = _sample_stride(size, max(rows, columns))
-        sample = ceil_div(size, stride)
-        block = next_power_of_2(sample)
-        launch(
-            elements.threshold_kernel, (count,), source, threshold, rows, columns, stride, sample,
-            max(1, math.ceil(clip * sample)), tall, size + stride >= 1 << 31, plan.arch, block,
-            num_warps=min(32, max(4, block // 1024)), enable_fp_fusion=False,
-        )  # fmt: skip
+    threshold = torch.empty(count, device=source.device) if clip is None else clip_threshold(source, clip)
     repeats = next_power_of_2(max(_NORM_REPEATS, ceil_div(size, _BLOCK * _NORM_PROGRAMS)))
     programs = ceil_div(size, _BLOCK * repeats)
     peaks = torch.empty(count, programs, dtype=torch.int32, device=source.device)
@@ -276,13 +277,19 @@ def _symmetric(
     t = plan.tuning
     count, m, length = x.shape
     b, c = polynomial or (0.0, 0.0)
-    # A polynomial needs registers for A beside the sums.
-    tall = 1 if plan.fused or polynomial or m % (t.tile * t.tall) else t.tall
+    tall = 1 if plan.fused or m % (t.tile * t.tall) else t.tall
+    halves = tall > 1 and polynomial is not None
+    if halves and (plan.split or not t.halves):  # diagonals would need registers too
+        tall, halves = 1, False
     side = m // (t.tile * tall)
+    tiles = count * tall * side * (side + 1) // 2
+    last = tiles % t.processors if tall > 1 and t.processors else 0
+    last = last if tall * last <= t.processors else 0  # the last wave, where its tiles can be divided
     launch(
-        products.symmetric_kernel, (count * tall * side * (side + 1) // 2,), x, out, operand, work.gram,
-        work.diagonals[0], work.diagonals[1], b, c, m, length, polynomial is not None, plan.split, plan.fused,
-        plan.q, plan.arch, t.tile, tall, t.step, _lanes(plan, t.tile, t.tile, t.warps),
+        products.symmetric_kernel, (tiles + (tall - 1) * last,), x, out, operand, work.gram,
+        work.diagonals[0], work.diagonals[1], b, c, m, length, tiles - last, polynomial is not None, plan.split,
+        plan.fused, plan.q, plan.arch, t.tile, tall, halves, last > 0, t.step,
+        _lanes(plan, t.tile, t.tile, t.warps),
         num_warps=t.warps, num_stages=t.stages if tall == 1 else t.tall_stages, maxnreg=t.registers,
         enable_fp_fusion=False,
     )  # fmt: skip
