@@ -66,17 +66,20 @@ def stack_table() -> str:
     if record is None:
         return "Not measured yet: `python benchmarks/stack_gaps.py --set data.path=TEXT` on a GPU."
     lines = [
-        "| recipe | loss | against | gap, % (95 % interval) | each seed | the paper, % |",
+        "| recipe | loss | against | gap, % (95 % interval) | seeds, from lowest to highest | the paper, % |",
         "|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         if row["key"].startswith("stack_gap_"):
             name = row["key"].removeprefix("stack_gap_").removesuffix("_percent").replace("_", "-")
             name, _, other = name.partition("-to-")
-            seeds = ", ".join(f"{p:+.2f}" for p in row["per_seed"]) or "-"
+            seeds = f"{min(row['per_seed']):+.2f} to {max(row['per_seed']):+.2f}" if row["per_seed"] else "-"
             paper = row.get("paper_percent", "")
-            lines.append(f"| `{name}` | {row['ours']} | `{other or 'bf16'}` | {gap_cell(row)} | {seeds} | {paper} |")
-    facts = f"{record['tokens']:,} tokens, seeds {record['seed']}, {record['device']}, commit {record['commit'][:9]}"
+            name, other = (f"`{n}`".replace("-split`", "`, split") for n in (name, other or "bf16"))
+            lines.append(f"| {name} | {row['ours']} | {other} | {gap_cell(row)} | {seeds} | {paper} |")
+    seeds = record["seed"]
+    facts = f"{record['tokens']:,} tokens, seeds {min(seeds)} to {max(seeds)}, {record['device']}, "
+    facts += "commits " + " and ".join(commit[:9] for commit in (*record.get("parts", {}), record["commit"]))
     return "\n".join([*lines, "", f"{facts}; [record](benchmarks/results/stack_gaps.json)."])
 
 
