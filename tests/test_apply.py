@@ -345,3 +345,15 @@ def test_a_converted_mamba_model_can_be_copied_and_saved_whole(tmp_path) -> None
 def test_phases_are_mentioned_to_whoever_runs_the_loop() -> None:
     text = qt.load_recipe(PLAIN).to_toml() + '\n[[phase]]\nat = 0.8\nbf16 = "forward"\n'
     assert any("set_precision" in note for note in qt.apply(Model(), text).notes)
+
+
+def test_linears_of_one_weight_are_not_split() -> None:
+    """The first split would change the weight under the other; rows alone change nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match="keeps 66.7%"):
+        report = qt.apply(model, '[linear]\nsplit = { kind = "svd", rank = 16 }\n')
+    assert set(report.converted) == {"1"} and all("another linear's too" in report.kept[name] for name in "02")
+    assert torch.equal(model[0].weight, before) and model[2].weight is model[0].weight

@@ -621,3 +621,30 @@ def test_signal_to_noise_is_of_what_is_quantized() -> None:
     assert found[Split("mean")]["fprop.input"] != found[None]["fprop.input"]
     assert found[Split(rank=16)]["wgrad.grad"] != found[None]["wgrad.grad"]
     assert found[Split(rank=16)]["dgrad.weight"] != found[None]["dgrad.weight"]
+
+
+@pytest.mark.parametrize("name", ["lowrank_left", "lowrank_right"])
+def test_factors_that_are_no_leaves_are_not_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory and version come back at another value; on a GPU no sample tells."""
+    monkeypatch.setattr("quatrain.nn.factors.sample", lambda weight: None)
+    monkeypatch.setattr("quatrain.nn.factors.same_sample", lambda taken, weight: True)
+    linear, _ = make(Split(rank=16))
+    x, base = data()[0], torch.randn_like(getattr(linear, name)).requires_grad_()
+
+    def off_by(scale: float) -> float:
+        given = base * scale
+        y = torch.func.functional_call(linear, {name: given}, (x,)).detach()
+        left, right = (given if n == name else getattr(linear, n) for n in ("lowrank_left", "lowrank_right"))
+        return error(y, x @ (linear.weight + left @ right).t() + linear.bias)
+
+    assert max(off_by(float(scale)) for scale in range(1, 12)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["weight", "lowrank_left", "lowrank_right"])
+def test_writes_through_data_to_half_of_the_columns_are_noticed(name: str) -> None:
+    linear, _ = make(Split(rank=16), ROWS, 64, 64)
+    x = torch.randn(32, 64)
+    linear(x)
+    getattr(linear, name).data[:, 1::2] = 0.0
+    wanted = copy.deepcopy(linear)(x)
+    assert torch.equal(linear(x), wanted)

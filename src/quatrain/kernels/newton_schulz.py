@@ -211,7 +211,8 @@ def starting_point(matrices: Tensor, clip: float | None, storage: torch.dtype = 
 
     Args:
         matrices: [k, m, n].
-        clip: quantile of |M| at which M is clipped, or None; a quantile of 0 (almost all entries are 0) clips nothing.
+        clip: quantile of |M| at which M is clipped, or None; a quantile of 0 (almost all entries are 0, or below 2^-149
+            of the largest: there the Triton twin does clip) clips nothing.
         storage: of the result.
 
     Returns:

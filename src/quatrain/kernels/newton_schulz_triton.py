@@ -139,6 +139,11 @@ def orthogonalize(updates: Tensor, iteration: Iteration, clip: float | None, tun
     """
     count, rows, columns = updates.shape
     tall = rows > columns
+    if rows * columns >= 1 << 31:
+        raise ValueError(
+            f"a matrix may have up to 2^31 - 1 elements, received [{rows}, {columns}]; give it to AdamW "
+            '(treatment="adamw")'
+        )
     plan = make_plan(iteration, min(rows, columns), updates, tuning)
     tile, tile_n = max(64, plan.tuning.tile, plan.tuning.tile_m), max(64, plan.tuning.tile_n)
     m, n = (ceil_div(side, t) * t for side, t in zip(sorted((rows, columns)), (tile, tile_n), strict=True))

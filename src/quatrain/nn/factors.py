@@ -41,7 +41,12 @@ def split_factors(
     """
     left, right = (None if f is None else f.detach() for f in factors)
     args = (weight.detach(), left, right, seeds, generation, dtype, rank, with_residual)
-    return _factors_op(*args) if torch.compiler.is_compiling() else _cached(*args)
+    if torch.compiler.is_compiling():
+        return _factors_op(*args)
+    sources = (weight,) if factors[0] is None else factors
+    if any(s is not None and keeps_nothing(s) for s in sources):  # as given: once detached, all are leaves
+        return _make(args[0], left, right, dtype, rank, with_residual)
+    return _cached(*args)
 
 
 def _cached(

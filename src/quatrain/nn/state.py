@@ -203,7 +203,8 @@ def set_precision(model: nn.Module, precision: str | None) -> None:
 def drop_weight_codes(model: nn.Module) -> None:
     """Make every converted module quantize its weight anew at its next forward.
 
-    Needed only after writing weights through `.data` on a GPU outside an optimizer's step; everything else is noticed.
+    Needed after writing weights through `.data` outside an optimizer's step, or putting another Parameter in a weight's
+    place, on a GPU: on a CPU a sample of the weight's elements tells, and all other writes are noticed everywhere.
     """
     for state in shared_states(model):
         state.generation.add_(1)

@@ -6,6 +6,7 @@ reaches the opaque operation that stands for all this in a compiled graph.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -152,7 +153,10 @@ def same_sample(taken: Tensor | None, weight: Tensor) -> bool:
 
 def _strided(weight: Tensor) -> Tensor:
     flat = weight.detach().view(-1)
-    return flat[:: max(1, flat.numel() // 256)]
+    stride = max(1, flat.numel() // 256)
+    while math.gcd(stride, weight.shape[-1]) > 1:  # else few columns would be seen
+        stride += 1
+    return flat[::stride]
 
 
 def _unflatten(flat: list[Tensor], fprop: str | None, dgrad: str | None) -> WeightCodes:

@@ -20,6 +20,7 @@ from quatrain.optim.routing import (
     labels_of,
     names_of,
     nvfp4_obstacle,
+    refuse_misspelled,
     refuse_module,
     refuse_repeated,
     role_of,
@@ -31,6 +32,9 @@ from quatrain.optim.state import load_exact, state_bytes, with_float8, without_f
 STATES = ("nvfp4", "fp32", "bf16")
 BACKENDS = ("auto", "reference", "triton")
 MASTERS = ("fp32", "bf16+int8", "bf16-sr")
+OPTIONS = (
+    "lr", "betas", "eps", "weight_decay", "maximize", "state", "master", "embeddings", "tile", "faithful", "seed",
+)  # fmt: skip
 
 # What a loaded state must have been saved with: these decide which tensors there are, or how they are to be read.
 _FIXED = ("state", "master", "embeddings", "tile", "faithful")
@@ -126,13 +130,15 @@ class AdamW(Optimizer):
         Raises:
             ValueError: an option of the group, or one of its parameters.
         """
+        refuse_misspelled(param_group, (*self.defaults, "params", "param_names"))
         super().add_param_group(param_group)
         try:
             _check_group(param_group)
             refuse_repeated(self.param_groups)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
+        self._clocks.part([self.state[p] for p in param_group["params"] if "m_codes" in self.state.get(p, ())])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,6 +154,12 @@ class AdamW(Optimizer):
             ValueError: a sparse gradient; no parameter has been changed then.
         """
         loss = loss_of(closure)
+        self.step_groups()
+        return loss
+
+    @torch.no_grad()
+    def step_groups(self) -> None:
+        """What `step` does, without a closure and without hooks: for an optimizer that has this one inside."""
         work = []
         first = 0
         for group in self.param_groups:
@@ -155,7 +167,6 @@ class AdamW(Optimizer):
             first += len(group["params"])
         for group, first, positions in work:
             self._step_group(group, first, positions)
-        return loss
 
     def _step_group(self, group: dict[str, Any], first: int, positions: list[int]) -> None:
         plain: list[tuple[int, Tensor, dict[str, Any]]] = []
@@ -289,11 +300,13 @@ def _check_group(group: dict[str, Any]) -> None:
         _refuse(amsgrad=True, foreach=None, differentiable=False)
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, received {tuple(group['lr'].shape)}; give a scalar")
+    two = "betas must be two numbers in [0, 1)"
+    _require(isinstance(group["betas"], tuple | list), two, group["betas"])
     betas = group["betas"] = tuple(float(beta) for beta in group["betas"])
     _require(group["lr"] >= 0, "lr must not be negative", group["lr"])
     _require(group["eps"] >= 0, "eps must not be negative", group["eps"])
     _require(group["weight_decay"] >= 0, "weight_decay must not be negative", group["weight_decay"])
-    _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "betas must be two numbers in [0, 1)", betas)
+    _require(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), two, betas)
     _require(isinstance(group["seed"], int) and 0 <= group["seed"] < 2**63, "seed must be in [0, 2^63)", group["seed"])
     for option, choices in (("state", STATES), ("embeddings", STATES), ("master", MASTERS)):
         if group[option] not in choices:

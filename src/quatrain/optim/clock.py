@@ -51,6 +51,18 @@ class Clocks:
                 for state in members:
                     state.update(clock)
 
+    def part(self, states: list[State]) -> None:
+        """Give states that move to a group of their own clocks apart from those of the group they leave.
+
+        Raises:
+            ValueError: while a CUDA graph is captured.
+        """
+        for members in _by_clock(states).values():
+            refuse_in_capture("moving a parameter to another group")
+            clock = self._remember({name: members[0][name].clone() for name in ("step", "powers")})
+            for state in members:
+                state.update(clock)
+
     def _merge(self, holders: list[State]) -> None:
         """One clock for all states whose clocks show the same; the values are read back once."""
         refuse_in_capture("the first step after loading a state")

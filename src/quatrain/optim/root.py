@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels.newton_schulz import Triple, apply_updates, momentum_updates, orthogonalize, runs_on_triton
-from quatrain.optim.adamw import BACKENDS, AdamW, new_state
+from quatrain.optim.adamw import BACKENDS, OPTIONS, AdamW, new_state
 from quatrain.optim.clock import new_clock, refuse_in_capture
 from quatrain.optim.coefficients import Coefficients
 from quatrain.optim.matrices import (
@@ -35,6 +35,7 @@ from quatrain.optim.routing import (
     Treatment,
     labels_of,
     names_of,
+    refuse_misspelled,
     refuse_module,
     refuse_repeated,
     role_of,
@@ -64,7 +65,7 @@ class Root(Optimizer):
     Args:
         params: `model.named_parameters()`, or parameters, or groups of either. Only names tell embeddings and head
             from hidden matrices.
-        lr: of matrices; a number, or a tensor of one element.
+        lr: of matrices; a number, or a tensor of one element, of which AdamW's group gets a copy of its own.
         weight_decay: decoupled, times lr.
         momentum: of the average, in [0, 1).
         nesterov: look one step ahead.
@@ -140,6 +141,7 @@ class Root(Optimizer):
         Raises:
             ValueError: an option of the group, or one of its parameters.
         """
+        refuse_misspelled(param_group, (*self.defaults, "params", "param_names", "treatment", "adamw"))
         options = dict(param_group)
         members = members_of(options.pop("params"))
         treatment = options.pop("treatment", "auto")
@@ -149,15 +151,19 @@ class Root(Optimizer):
         wanted = [treatment == "orthogonal" or (treatment == "auto" and not obstacle(*m)) for m in members]
         matrices = [m for m, is_matrix in zip(members, wanted, strict=True) if is_matrix]
         rest = [m for m, is_matrix in zip(members, wanted, strict=True) if not is_matrix]
-        before = len(self.param_groups)
+        before, adamw = len(self.param_groups), self._adamw
+        before_others = len(adamw.param_groups) if adamw else 0
         try:
             if matrices or not rest:
                 self._add_matrices(options, matrices, treatment == "auto")
             if rest:
                 self._add_others(others, rest)
             refuse_repeated(self.param_groups)
-        except ValueError:
+        except Exception:
             del self.param_groups[before:]
+            if adamw:
+                del adamw.param_groups[before_others:]
+            self._adamw = adamw
             raise
 
     def _add_matrices(self, options: dict[str, Any], members: list[Member], automatic: bool) -> None:
@@ -176,13 +182,17 @@ class Root(Optimizer):
         """AdamW's options for the tensors of a group that are no matrices."""
         group = self.defaults | options
         matched = group["adjust_lr_fn"] == "match_rms_adamw"
+        own = self._adamw_options | dict(options.get("adamw", {}))
+        unknown = [option for option in own if option not in OPTIONS]
+        if unknown:
+            raise ValueError(f"adamw takes {', '.join(OPTIONS)}, received {', '.join(map(repr, unknown))}")
         inherited = {
-            "lr": group["lr"] if matched else group["lr"] * ADAMW_LR,
+            "lr": group["lr"] * (1.0 if matched else ADAMW_LR),  # a tensor of its own: schedulers write into it
             "weight_decay": group["weight_decay"],
             "master": group["master"],
             "seed": group["seed"],
         }
-        return inherited | self._adamw_options | (options if treatment == "adamw" else dict(options.get("adamw", {})))
+        return inherited | (self._adamw_options | options if treatment == "adamw" else own)
 
     def _add_others(self, options: dict[str, Any], members: list[Member]) -> None:
         taken = {p for group in self.param_groups for p in group["params"]}
@@ -219,7 +229,7 @@ class Root(Optimizer):
         for group, batch in batches:  # a table that is gone is noticed before anything changes
             iteration_of(group, matrix_shape(batch[0][1]))
         if self._adamw is not None:
-            self._adamw.step()
+            self._adamw.step_groups()
         for group, batch in batches:
             self._step_batch(group, batch)
         return loss

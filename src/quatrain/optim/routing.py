@@ -6,12 +6,13 @@ tensor of at least 2 dimensions and 4,096 elements counts as a hidden matrix.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -155,6 +156,21 @@ def refuse_repeated(groups: Sequence[Mapping[str, Any]]) -> None:
                 '[(f"actor.{n}", p) for n, p in actor.named_parameters()]'
             )
         seen.update(() if name is None else (canonical(name),))
+
+
+def refuse_misspelled(options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise where an option of a group is almost a known one, which would be left at its default in silence.
+
+    Other keys are the user's own, as with torch's optimizers.
+
+    Raises:
+        ValueError: the option, and the one that may be meant.
+    """
+    known = list(known)
+    for option in options:
+        near = [] if option in known else difflib.get_close_matches(option, known, n=1, cutoff=0.85)
+        if near:
+            raise ValueError(f'a group has no option "{option}"; did you mean "{near[0]}"?')
 
 
 def label_of(group: Mapping[str, Any], position: int, first: int) -> str:

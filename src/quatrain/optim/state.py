@@ -59,6 +59,9 @@ def load_exact(optimizer: Optimizer, state_dict: dict[str, Any], expected: Expec
         state[parameter] = {entry: _copied(entries[entry], like, parameter.device) for entry, like in wanted.items()}
     for mine, group in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = mine["params"]
+        for option, value in mine.items():
+            if isinstance(value, Tensor) and isinstance(group.get(option), Tensor):
+                group[option] = group[option].to(value.device)  # a file says no device
         group.pop("param_names", None)
         if "param_names" in mine:
             group["param_names"] = mine["param_names"]

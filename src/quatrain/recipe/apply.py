@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 import warnings
 from dataclasses import dataclass, field
@@ -199,10 +200,14 @@ class _Plan:
 
     def _keep_by_kind(self) -> None:
         embeddings = {id(m.weight): name for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)}
+        split = self.recipe.linear.split
+        uses = collections.Counter(id(m.weight) for m in self.linears.values() if split and split.has_factors)
         for name, linear in self.linears.items():
             tied = embeddings.get(id(linear.weight))
             if tied is not None:
                 self.kept[name] = f"its weight is tied to the embedding {tied}"
+            elif uses[id(linear.weight)] > 1:
+                self.kept[name] = "its weight is another linear's too, and a split would change it under both"
             elif name == self.head and self.recipe.keep.head:
                 self.kept[name] = "output head"
             elif type(linear) is not nn.Linear:
