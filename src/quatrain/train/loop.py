@@ -92,6 +92,7 @@ class Trainer:
         self.step = 0
         self.train_seconds = 0.0
         self.wall_seconds = 0.0
+        self.steady = (0, 0.0)  # steps and seconds without the first step of each process, which compiles kernels
 
     def run(self, *, restart: bool = False) -> dict[str, Any]:
         """See `train`."""
@@ -124,6 +125,7 @@ class Trainer:
         checkpoint.load(found, self.parts.model, self.optimizer)
         self.step = found.step
         self.train_seconds, self.wall_seconds = found.state["train_seconds"], found.state["wall_seconds"]
+        self.steady = found.state.get("steady_steps", 0), found.state.get("steady_seconds", 0.0)
         self.display.say(f"resuming {self.out} at step {self.step} of {self.total}")
 
     def _compare_ground(self, state: Mapping[str, Any]) -> None:
@@ -145,14 +147,16 @@ class Trainer:
             warnings.warn(f"resuming on other ground, last bits may differ: {changes}", RuntimeWarning, stacklevel=2)
 
     def _loop(self) -> None:
-        self._since_log = (self.step, self.train_seconds)
+        self._since_log, begin = (self.step, self.train_seconds), self.step
         with watch(self.stop, quiet=not self.progress) as interrupt:
             mark = time.perf_counter()
             self._enter_phase()
             if self.step == 0:
                 self._validate()
+            if self.parts.device.type == "cuda" and self.step < self.total:
+                self.display.waiting("the first step compiles kernels: a minute or two where none are cached")
             while self.step < self.total:
-                self._advance()
+                self._advance(counted=self.step > begin)
                 last, mark = mark, time.perf_counter()
                 self.wall_seconds += mark - last
                 stopping = bool(interrupt)
@@ -163,18 +167,19 @@ class Trainer:
                     raise KeyboardInterrupt
                 self._enter_phase()
 
-    def _advance(self) -> None:
-        """One optimizer step, its records and its validation."""
+    def _advance(self, counted: bool) -> None:
+        """One optimizer step, its records and its validation; `counted` for the speed or not."""
         start = time.perf_counter()
         rate = self.schedule.rate(self.step)
         loss, norm = self._update(rate)
         self.step += 1
-        self.train_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.train_seconds += seconds
+        self.steady = (self.steady[0] + counted, self.steady[1] + counted * seconds)
         log = self.step == 1 or self._due(self.config.train.log_every)
         if log:
             self._log(loss, norm, rate)
-        speed = self.step * self.config.tokens_per_step / self.train_seconds
-        self.display.update(self.step, loss=loss, rate=rate, tokens_per_s=speed, log=log)
+        self.display.update(self.step, loss=loss, rate=rate, tokens_per_s=self._speed(), log=log)
         if self._due(self.config.validation.every):
             self._validate()
 
@@ -309,6 +314,8 @@ class Trainer:
         state = {
             "train_seconds": self.train_seconds,
             "wall_seconds": self.wall_seconds,
+            "steady_steps": self.steady[0],
+            "steady_seconds": self.steady[1],
             "records": len(self.metrics.read()),
             **self.parts.ground(),
         }
@@ -338,7 +345,7 @@ class Trainer:
             "val_loss_first": validations[0]["val_loss"],
             "val_loss": validations[-1]["val_loss"],
             "val_loss_bf16": validations[-1]["val_loss_bf16"],
-            "tokens_per_s": self.total * self.config.tokens_per_step / self.train_seconds,
+            "tokens_per_s": self._speed(),
             "wall_s": self.wall_seconds,
             **measured,
             "quantized_mac_share": self.parts.report.quantized_mac_share,
@@ -361,6 +368,11 @@ class Trainer:
         """How many splits this process has realigned, and its seconds; nothing without a parametrized split."""
         count, seconds = realign_cost(self.parts.model)
         return {"realigned": count, "realign_seconds": seconds} if count else {}
+
+    def _speed(self) -> float:
+        """Tokens a second of training steps."""
+        steps, seconds = self.steady if self.steady[0] else (self.step, self.train_seconds)
+        return steps * self.config.tokens_per_step / seconds
 
     def _due(self, every: int) -> bool:
         return self.step == self.total or (every > 0 and self.step % every == 0)

@@ -61,6 +61,13 @@ class Display:
         elif share == 0.0:
             self.say(f"{self.name}  making the {stage}")
 
+    def waiting(self, reason: str) -> None:
+        """Why nothing will be seen for a while."""
+        if self._bar:
+            self._bar.update(self._task, figures=reason)
+        else:
+            self.say(f"{self.name}  {reason}")
+
     def update(self, step: int, *, loss: float, rate: float, tokens_per_s: float, log: bool) -> None:
         """The state after `step` steps; without a terminal a line is printed where `log` is true."""
         figures = f"loss {loss:.4f}  lr {rate:.2e}  {tokens_per_s:,.0f} tokens/s"
