@@ -215,7 +215,8 @@ def test_stack_gaps_are_to_bf16_and_between_recipes(tmp_path, monkeypatch):
     assert keys["stack_gap_full_stack_percent"]["per_seed"] == [-24.25, -23.5]
     assert keys["stack_gap_full_stack_percent"]["paper_percent"] == "0.838"
     seams = script.seam_rows(found, 100, config)
-    assert [row["key"].split("_")[3] for row in seams] == ["seed0", "seed1", "mean"]
+    names = ("no_realign_bf16", "no_realign_root", "realign_full_stack")
+    assert [row["key"] for row in seams] == [f"{n}_{w}_loss_step" for n in names for w in ("seed0", "seed1", "mean")]
     assert all(row["repeats"] == 2 and row["inside"] <= 2 for row in seams)
     folder = tmp_path / "recipes"
     assert script.recipe_of("bf16", 100, tmp_path) == "bf16" and not folder.exists()

@@ -51,6 +51,9 @@ def test_recipe_list_show_diff(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "wgrad.grad    nvfp4 1x16 stochastic hadamard 16" in out and "last_share=0.15" in out
     code, out, _ = call(capsys, "recipe", "show", "nvfp4", "--resolved")
     path = tmp_path / "mine.toml"
+    path.write_text(call(capsys, "recipe", "show", "nvfp4")[1])
+    code, _, err = call(capsys, "recipe", "show", str(path))
+    assert code == 2 and "`quatrain recipe show nvfp4 --resolved` writes a recipe as TOML" in err
     path.write_text(out)
     code, out, _ = call(capsys, "recipe", "diff", "nvfp4", str(path))
     assert (code, out) == (0, "no difference\n")
@@ -298,5 +301,8 @@ def test_train_compare_and_report_end_to_end(tmp_path: Path, capsys: pytest.Capt
     assert code == 0 and "nvfp4-46" in out and (tmp_path / "two" / "report.html").is_file(), err
     code, out, _ = call(capsys, "report", str(tmp_path / "two"), "--out", str(tmp_path / "again.html"))
     assert code == 0 and (tmp_path / "again.html").is_file()
+    (tmp_path / "two" / "bf16-seed0" / "summary.json").write_text("{")
+    code, _, err = call(capsys, "report", str(tmp_path / "two"), "--out", str(tmp_path / "again.html"))
+    assert code == 0 and err.endswith("bf16-seed0: summary.json cannot be read and was ignored\n")
     page = (tmp_path / "two" / "report.html").read_text()
     assert "nvfp4-46" in page and "fprop.input" in page

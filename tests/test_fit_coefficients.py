@@ -237,6 +237,8 @@ def test_command_writes_resumes_and_stops(
         (("--spectra", "missing.safetensors"), "no spectra at"),
         (("--operands", "fp8"), "invalid choice"),
         (("--population", "3"), "population is at least 10"),
+        (("--device", "cuda:99"), "torch sees"),
+        (("--device", "gpu"), '--device must be "cpu", "cuda" or "cuda:N", received \'gpu\''),
     ],
 )
 def test_bad_input_is_one_line(

@@ -520,6 +520,12 @@ def test_rows_of_the_split_are_strict_and_round_trip() -> None:
     assert ("split", "-", "mean") in diff(qt.load_recipe("nvfp4"), qt.load_recipe("averis"))
     other = qt.load_recipe(recipe(kind="svd", rank=16, mode="core"))
     assert ("split.mode", "tangent", "core") in diff(qt.load_recipe(recipe(kind="svd", rank=16)), other)
+    dense = qt.load_recipe(recipe(kind="svd", parametrize=False))
+    assert qt.load_recipe(dense.to_toml()) == dense
+    assert ("split.every", "2048", "-") in diff(qt.load_recipe(recipe(kind="svd")), dense)
+    assert ("split.every", "-", "2048") in diff(dense, qt.load_recipe(recipe(kind="svd")))
+    with pytest.raises(ValueError, match="nothing to realign"):
+        Split(parametrize=False, every=3)
     assert qt.load_recipe(recipe(kind="svd", rank=32, beta=1.0)).fingerprint() == (
         qt.load_recipe(recipe(kind="svd")).fingerprint()
     )
@@ -527,8 +533,13 @@ def test_rows_of_the_split_are_strict_and_round_trip() -> None:
         ({"kind": "svd", "rank": 24}, "multiple of 16"),
         ({"kind": "lora"}, "split.kind must be one of svd, mean"),
         ({"kind": "svd", "ranks": 16}, "unknown key 'ranks' in split"),
-        ({"kind": "svd", "rank": "16"}, "another type"),
+        ({"kind": "svd", "ranks": 16}, "did you mean 'rank'"),
+        ({"kind": "svd", "rank": "16"}, "split.rank must be a whole number, received '16'"),
+        ({"kind": "svd", "parametrize": 1}, "split.parametrize must be true or false"),
         ({"kind": "mean", "rank": 16}, "no options"),
+        ({"kind": "mean", "rank": 32}, "no options"),  # the default, but given
+        ({"kind": "svd", "parametrize": False, "every": 100, "state": "reset"}, "received every and state"),
+        ({"kind": "svd", "parametrize": False, "every": 2048}, "nothing to realign"),
         ({"kind": "svd", "parametrize": False, "basis": "activation"}, "splits W by itself"),
         ({"kind": "svd", "beta": 0.0}, "must be positive"),
     ):
@@ -543,9 +554,12 @@ def test_apply_reports_the_split_and_fits_the_rank() -> None:
     assert report.converted["1"] == "nvfp4, 6 of 6 operands"
     assert report.converted["3"].endswith("svd rank 32") and "split=svd rank 16" in repr(model)
     assert any("quantized without the split" in n for n in report.notes) and model[1].split is None
-    assert any("lowrank_left takes weight decay" in n for n in report.notes)
+    assert any("not to lowrank_right (the trainer does)" in n for n in report.notes)
     with pytest.raises(ValueError, match="sides are at least 32"):
         qt.apply(nn.Sequential(nn.Linear(16, 64)), recipe(kind="svd"))
+    for text, noted in (('[linear]\nsplit = "mean"\n', True), (recipe(kind="mean"), False)):
+        found = qt.apply(nn.Sequential(nn.Linear(64, 64)), text).notes
+        assert any("has no effect" in note for note in found) == noted
     meta = nn.Sequential(nn.Linear(64, 64, device="meta"))
     qt.apply(meta, recipe(kind="svd", rank=16))
     assert meta[0].factors()[0].is_meta and meta(torch.empty(4, 64, device="meta")).shape == (4, 64)

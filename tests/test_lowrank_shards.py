@@ -1,4 +1,4 @@
-"""Low-rank splits under FSDP2: two processes with sharded parameters do what a single one does."""
+"""Quantized linears under FSDP2, split or not: two processes with sharded parameters do what a single one does."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ if world > 1:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     for layer in (model[0], model[2], model):
         fully_shard(layer)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = eval(sys.argv[5])
 torch.manual_seed(1)  # both ranks see the same batch: the mean of their gradients is the single process's
 for _ in range(5):
     model(torch.randn(32, 64)).square().mean().backward()
@@ -48,22 +48,30 @@ if world > 1:
 """
 
 
-def start(world: int, rank: int, folder: Path, text: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-c", RUN, str(world), str(rank), str(folder), text]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+TORCHS = "torch.optim.AdamW(model.parameters(), lr=1e-2)"
+OURS = "qt.optim.AdamW(model.named_parameters(), lr=1e-2, state='fp32')"
 
 
-@pytest.mark.parametrize(("state", "basis"), [("rotate", "weight"), ("reset", "activation")])
-def test_sharded_parameters_are_realigned_as_whole_ones(tmp_path: Path, state: str, basis: str) -> None:
-    text = RECIPE.replace("STATE", state).replace("BASIS", basis)
-    processes = [start(1, 0, tmp_path, text), start(2, 0, tmp_path, text), start(2, 1, tmp_path, text)]
+def run(folder: Path, text: str, optimizer: str) -> list[dict[str, torch.Tensor]]:
+    """What a single process ends with, and each of two."""
+    head = [sys.executable, "-W", "ignore", "-c", RUN]
+    processes = [
+        subprocess.Popen([*head, world, rank, str(folder), text, optimizer], stderr=subprocess.PIPE, text=True)
+        for world, rank in (("1", "0"), ("2", "0"), ("2", "1"))
+    ]
     try:
         said = [process.communicate(timeout=180)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0, 0], said
-    single, *sharded = (torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1"))
+    return [torch.load(folder / f"{name}.pt") for name in ("1-0", "2-0", "2-1")]
+
+
+@pytest.mark.parametrize(("state", "basis"), [("rotate", "weight"), ("reset", "activation")])
+def test_sharded_parameters_are_realigned_as_whole_ones(tmp_path: Path, state: str, basis: str) -> None:
+    text = RECIPE.replace("STATE", state).replace("BASIS", basis)
+    single, *sharded = run(tmp_path, text, TORCHS)
     assert single["realigned"] == (4 if basis == "weight" else 6) and single["dense/0.weight"].shape == (96, 64)
     for found in sharded:
         assert found.keys() == single.keys()
@@ -73,3 +81,11 @@ def test_sharded_parameters_are_realigned_as_whole_ones(tmp_path: Path, state: s
             torch.testing.assert_close(found[key], value, **tolerance, msg=lambda m, key=key: f"{key}: {m}")
     for key, value in sharded[0].items():
         assert torch.equal(value, sharded[1][key]), key
+
+
+def test_linears_without_a_split_and_our_adamw_in_fp32(tmp_path: Path) -> None:
+    text = "".join(line for line in RECIPE.splitlines(keepends=True) if not line.startswith("split"))
+    single, *sharded = run(tmp_path, text, OURS)
+    for found in sharded:
+        assert found.keys() == single.keys()
+        assert all(torch.equal(found[key], value) for key, value in single.items())

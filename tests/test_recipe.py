@@ -101,6 +101,8 @@ def test_fingerprint_is_of_the_resolved_numbers() -> None:
             "[linear]\nfprop.input = { format = 'nvfp4', error = 'mse' }",
             "only scale = .four-over-six. and .search. have",
         ),
+        ("[linear]\nfprop.input = { format = 'nvfp4', rouding = 'x' }", "did you mean 'rounding'"),
+        ("[attention]\nsmooth = true", "attention.smooth has no effect without an operand row"),
         ("a = [", "must be TOML"),
         ("name = 3", "name must be text"),
     ],
@@ -150,4 +152,12 @@ def test_diff_reads_like_a_method_section() -> None:
     assert ("wgrad.grad.rounding", "nearest", "stochastic") in changes
     assert ("keep.last_share", "0.0", "0.15") in changes
     assert diff(qt.load_recipe("nvfp4"), qt.load_recipe("nvfp4")) == []
+    assert diff(qt.load_recipe("root-nvfp4"), qt.load_recipe("root")) == [  # what is absent is as good as named
+        ("optimizer.operands", "nvfp4 1x16 four-over-six mse 256", "BF16")
+    ]
+    muon = qt.load_recipe('[optimizer]\nname = "muon"\n')
+    assert diff(qt.load_recipe("root"), muon)[1:] == [
+        ("optimizer.coefficients", "fitted", "jordan"),
+        ("optimizer.clip", "0.99", "1.0"),
+    ]
     assert diff(qt.load_recipe("bf16"), qt.load_recipe("fp8"))[0] == ("fprop.input", "BF16", "fp8 1x128")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def test_what_may_change_when_a_run_resumes(run):
     with pytest.raises(KeyboardInterrupt):
         train(run, progress=False, stop=lambda: True)
     train(replace_in(run, train__log_every=7, checkpoint__keep=5), progress=False)
+
+
+def test_another_recipe_is_told_by_name_and_the_same_one_by_its_keys(run):
+    plain = load_recipe("nvfp4-plain")
+    open_folder(Path(run.out), run, plain).close()
+    (Path(run.out) / "metrics.jsonl").write_text('{"kind": "train", "step": 0}\n')
+    other = load_recipe("nvfp4")
+    told = f"it differs in recipe (nvfp4-plain {plain.fingerprint()} -> nvfp4 {other.fingerprint()}); choose another"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        open_folder(Path(run.out), run, other)
+    changed = load_recipe(plain.to_toml().replace("head = true", "head = false"))
+    with pytest.raises(ValueError, match=r"differs in recipe.linear.keep.head \(true -> false\); choose"):
+        open_folder(Path(run.out), run, changed)
 
 
 @pytest.mark.parametrize(

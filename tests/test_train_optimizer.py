@@ -91,6 +91,13 @@ def test_recipes_say_what_departs() -> None:
         ("[optimizer]\ntile = 100", "optimizer.tile must be a power of two"),
         ("[optimizer]\nfaithful = 1", "optimizer.faithful must be true or false"),
         ('[optimizer]\noperands = { format = "nvfp5" }', "optimizer.operands: "),
+        ('[optimizer]\nname = "adamw"\nclip = 0.99', "optimizer.clip is an option of Root and Muon"),
+        (
+            '[optimizer]\nname = "root"\ncoefficients = "jordan"\noperands = "nvfp4"',
+            'optimizer.coefficients: coefficients="jordan" are for BF16',
+        ),
+        ('[optimizer]\nname = "muon"\noperands = "nvfp4"', 'coefficients="jordan" are for BF16'),
+        ('[optimizer]\ncoefficients = "jordon"', "no coefficient set 'jordon'"),
         ("optimizer = 3", r"\[optimizer\] must be a table"),
     ],
 )
@@ -106,3 +113,20 @@ def test_options_that_clash_are_refused(tmp_path: Path) -> None:
         load_run("[model]\npreset = 'tiny-llama'\n[train]\nsteps = 1\n[optimizer]\nstate = 'int8'\n")
     with pytest.raises(ValueError, match="jordan"):
         optimizer_of(make_run(tmp_path, "optimizer.coefficients=jordan"), "root-nvfp4")
+    bf16 = make_run(tmp_path, "optimizer.coefficients=jordan", "optimizer.operands=bf16")
+    assert optimizer_of(bf16, "root-nvfp4").param_groups[0]["coefficients"] == "jordan"
+    with pytest.raises(ValueError, match="optimizer.clip is an option of Root and Muon"):
+        make_run(tmp_path, "optimizer.name=adamw", "optimizer.clip=0.9")
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="optimizer.clip is an option"):  # before anything is made
+        train(make_run(tmp_path, "optimizer.clip=0.9"), recipe="bf16", progress=False)
+    assert not out.exists()
+
+
+def test_adamw_of_the_run_leaves_out_what_the_recipe_says_of_root(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "optimizer.name=adamw")
+    found = optimizer_of(run, "full-stack")
+    assert type(found) is AdamW and found.routing()["0.weight"].method == "nvfp4"  # state is AdamW's too
+    assert type(optimizer_of(run, "root-nvfp4-split")) is torch.optim.AdamW
+    muon = optimizer_of(make_run(tmp_path, "optimizer.name=muon", "optimizer.operands=nvfp4"), "root-nvfp4")
+    assert type(muon) is Muon and muon.param_groups[0]["coefficients"] == "fitted"

@@ -200,12 +200,13 @@ def _recipe_command(commands: argparse._SubParsersAction[_Parser]) -> None:
     examples = """
     quatrain recipe list
     quatrain recipe show nvfp4
+    quatrain recipe show nvfp4 --resolved > mine.toml
     quatrain recipe diff nvfp4-plain nvfp4
     """
     parser = _command(commands, "recipe", "list, show or compare recipes", examples)
     parser.add_argument("action", choices=("list", "show", "diff"))
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="one for show, two for diff: names or paths")
-    parser.add_argument("--resolved", action="store_true", help="show: with every default filled in")
+    parser.add_argument("--resolved", action="store_true", help="show: as TOML, with every default filled in")
 
 
 def _inspect_command(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -9,6 +9,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import re
 import shutil
 import sys
 import time
@@ -82,10 +83,13 @@ def compare(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     """`quatrain report`."""
     _need_train_extra("report")
-    from quatrain.report import find_runs, summarise, write_report
+    from quatrain.report import find_runs, read_runs, summarise, write_report
 
     given = [expand(folder, "the folder") for folder in options.folders]
     folders = [run for folder in given for run in find_runs(folder)]
+    for run in read_runs(folders):
+        for note in run.notes:
+            print(f"quatrain: {run.folder}: {note}", file=sys.stderr)
     recipes = [row["recipe"] for row in summarise(folders)]
     baseline = options.baseline or ("bf16" if "bf16" in recipes else None)
     page = given[0] / "report.html" if options.out is None else expand(options.out, "--out")
@@ -283,6 +287,7 @@ def fit_coefficients(options: argparse.Namespace) -> None:
     from quatrain.optim.coefficients import format_entry, parse_table
     from quatrain.optim.fitting import Fit, fit, load_spectra
 
+    _check_device(options.device)
     out = expand(options.out, "--out")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"--out must name a file in a folder that is there, received {out}; make {out.parent}")
@@ -304,6 +309,16 @@ def fit_coefficients(options: argparse.Namespace) -> None:
         text += "\n" + format_entry("fitted", found.entry, loss=found.loss, largest=found.range.largest)
         replace_file(out, text)
     print(f"{len(done) + len(tasks)} entries, {len(tasks)} of them new; {out}")
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    if re.fullmatch("cpu|cuda(:[0-9]{1,3})?", name) is None:
+        raise ValueError(f'--device must be "cpu", "cuda" or "cuda:N", received {name!r}')
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= count:
+        raise ValueError(f"--device {name}, but torch sees {count} CUDA devices; leave it out for the CPU")
 
 
 _FIT_OPTIONS = ("operands", "steps", "schedule", "population", "rounds", "matrices", "seed", "device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 from dataclasses import asdict, dataclass, fields
@@ -132,7 +133,7 @@ class QuantSpec:
         valid = [f.name for f in fields(QuantSpec)]
         unknown = sorted(set(data) - set(valid))
         if unknown:
-            raise ValueError(f"unknown key {unknown[0]!r} in a quantization row; valid keys: {', '.join(valid)}")
+            raise ValueError(_unknown(unknown[0], "a quantization row", valid))
         values = dict(data)
         if "error" in values and values.get("scale") not in ("four-over-six", "search"):
             raise ValueError(
@@ -145,7 +146,7 @@ class QuantSpec:
             table = dict(values["transform"])
             bad = sorted(set(table) - {"size", "signs"})
             if bad:
-                raise ValueError(f"unknown key {bad[0]!r} in a transform; valid keys: size, signs")
+                raise ValueError(_unknown(bad[0], "a transform", ["size", "signs"]))
             signs = table.get("signs", "fixed")
             signs = None if signs in (None, "none") else tuple(signs) if isinstance(signs, list) else signs
             values["transform"] = Hadamard(table.get("size", 16), signs)
@@ -164,6 +165,12 @@ class QuantSpec:
 @functools.lru_cache(maxsize=1024)
 def _spec_from_json(text: str) -> QuantSpec:
     return QuantSpec.from_dict(json.loads(text))
+
+
+def _unknown(key: str, where: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(key, valid, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown key {key!r} in {where}; valid keys: {', '.join(valid)}{hint}"
 
 
 def _one_of(field: str, value: object, valid: tuple[str, ...]) -> None:

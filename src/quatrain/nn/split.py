@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -9,6 +10,13 @@ KINDS = ("svd", "mean")
 MODES = ("tangent", "onesided", "core", "naive")
 BASES = ("weight", "activation")
 STATES = ("rotate", "reset")
+_OF_REALIGNMENT = ("every", "state")
+_TYPES: dict[str, tuple[Any, str]] = {
+    "rank": (int, "a whole number"),
+    "every": (int, "a whole number"),
+    "beta": ((int, float), "a number"),
+    "parametrize": (bool, "true or false"),
+}
 RANK_MULTIPLE = 16
 
 
@@ -64,9 +72,21 @@ class Split:
                 "split.parametrize = false splits W by itself, received "
                 f"basis = {self.basis!r} and beta = {self.beta:g}; leave them out, or parametrize"
             )
-        plain = Split(kind="svd") if self.kind == "mean" else self
-        if any(getattr(self, f.name) != getattr(plain, f.name) for f in fields(self) if f.name != "kind"):
+        if self.kind == "svd" and self.parametrize:
+            return
+        plain = Split()
+        self._refuse([f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)])
+
+    def _refuse(self, given: list[str]) -> None:
+        """Raise ValueError where a key that is given has nothing to act on."""
+        if self.kind == "mean" and set(given) - {"kind"}:
             raise ValueError('split = "mean" has no options; leave rank, beta, mode and the others out')
+        idle = [key for key in _OF_REALIGNMENT if key in given]
+        if not self.parametrize and idle:
+            raise ValueError(
+                f"split.parametrize = false has nothing to realign, received {' and '.join(idle)}; "
+                "leave every and state out, or parametrize"
+            )
 
     @property
     def has_factors(self) -> bool:
@@ -81,29 +101,34 @@ class Split:
         return replace(self, rank=rank) if rank else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As in TOML, every default filled in."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return found if self.kind == "svd" else {"kind": self.kind}
+        """As in TOML, every default filled in but those of options that the split does not have."""
+        if self.kind == "mean":
+            return {"kind": self.kind}
+        names = [f.name for f in fields(self) if self.parametrize or f.name not in _OF_REALIGNMENT]
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, data: str | dict[str, Any]) -> Split:
         """From TOML: a kind alone, or a table.
 
         Raises:
-            ValueError: an unknown key, a value of another type, or one that is not served.
+            ValueError: an unknown key, a value of another type, one that is not served, or a key without effect.
         """
         table = {"kind": data} if isinstance(data, str) else data
-        kinds: dict[str, Any] = {"rank": int, "every": int, "beta": (int, float), "parametrize": bool}
         valid = tuple(f.name for f in fields(cls))
         if not isinstance(table, dict):
             raise ValueError(f'split must be "svd", "mean" or a table, received {data!r}')
         for key, value in table.items():
             if key not in valid:
-                raise ValueError(f"unknown key {key!r} in split; valid keys: {', '.join(valid)}")
-            kind = kinds.get(key, str)
+                near = difflib.get_close_matches(key, valid, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown key {key!r} in split; valid keys: {', '.join(valid)}{hint}")
+            kind, words = _TYPES.get(key, (str, "text"))
             if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-                raise ValueError(f"split.{key} has a value of another type, received {value!r}")
-        return cls(**table)
+                raise ValueError(f"split.{key} must be {words}, received {value!r}")
+        split = cls(**table)
+        split._refuse(list(table))
+        return split
 
 
 def describe_split(split: Split) -> str:

@@ -45,13 +45,19 @@ def attention_from_dict(data: dict[str, Any], spec: Callable[[Any, str], QuantSp
     """Rows from a flat table whose keys have been checked; `spec` makes a QuantSpec of a row and its name.
 
     Raises:
-        ValueError: a value of another type, or one that is not served.
+        ValueError: a value of another type, one that is not served, or smooth or views without an operand row.
     """
     for key, kind, words in (("smooth", bool, "true or false"), ("views", str, "text")):
         if key in data and not isinstance(data[key], kind):
             raise ValueError(f"attention.{key} must be {words}, received {data[key]!r}")
     rows: dict[str, Any] = {k.replace(".", "_"): spec(v, k) if k in ATTENTION_OPERANDS else v for k, v in data.items()}
-    return AttentionRows(**rows)
+    found = AttentionRows(**rows)
+    if data and not found.quantizes:
+        raise ValueError(
+            f"attention.{next(iter(data))} has no effect without an operand row ({', '.join(ATTENTION_OPERANDS)}); "
+            "add one, or leave [attention] out"
+        )
+    return found
 
 
 def find_attention(model: nn.Module) -> list[str]:

@@ -28,8 +28,9 @@ def diff(left: Recipe, right: Recipe) -> list[tuple[str, str, str]]:
         for key in ("smooth", "views"):
             a, b = getattr(left.attention, key), getattr(right.attention, key)
             changes += [(f"attention.{key}", _text(a), _text(b))] if a != b else []
+    before, after = left.optimizer.resolved(), right.optimizer.resolved()
     for key in (f.name for f in fields(OptimizerRows)):
-        a, b = getattr(left.optimizer, key), getattr(right.optimizer, key)
+        a, b = getattr(before, key), getattr(after, key)
         if key == "operands":
             changes += _row_changes("optimizer.operands", a, b)
         elif a != b:
@@ -64,7 +65,8 @@ def _split_changes(a: Split | None, b: Split | None) -> list[tuple[str, str, str
         words = ["-" if s is None else describe_split(s) for s in (a, b)]
         return [("split", words[0], words[1])]
     before, after = a.to_dict(), b.to_dict()
-    return [(f"split.{k}", _text(before[k]), _text(after[k])) for k in before if before[k] != after[k]]
+    keys = before if len(before) >= len(after) else after  # a split that is not parametrized has fewer
+    return [(f"split.{k}", _text(before.get(k)), _text(after.get(k))) for k in keys if before.get(k) != after.get(k)]
 
 
 def _row_changes(name: str, a: QuantSpec | None, b: QuantSpec | None) -> list[tuple[str, str, str]]:

@@ -6,10 +6,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quatrain.formats import QuantSpec
+from quatrain.optim.coefficients import coefficients_for
 
 NAMES = ("adamw", "root", "muon")
 STATES = ("fp32", "bf16", "nvfp4")
 MOMENTA = ("bf16", "fp32", "nvfp4")
+MATRIX_OPTIONS = ("operands", "coefficients", "split", "clip", "momentum")  # of Root and Muon alone
+_OWN: dict[str, dict[str, Any]] = {  # what None stands for
+    "root": {"coefficients": "fitted", "clip": 0.99},
+    "muon": {"coefficients": "jordan", "clip": 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,10 @@ class OptimizerRows:
         split: None or "diagonal".
         clip: quantile at which a momentum's entries are clipped, 1.0 for none; None is the optimizer's own.
         momentum: how the momentum of Root and Muon is kept: "bf16", "fp32" or "nvfp4".
+
+    Raises:
+        ValueError: a value that is not served, an option of Root and Muon with AdamW, or coefficients that the operands
+            do not allow.
     """
 
     name: str | None = None
@@ -50,6 +60,39 @@ class OptimizerRows:
             raise ValueError(f"optimizer.tile must be a power of two from 16 to 256, received {self.tile!r}")
         if self.clip is not None and not 0.0 < self.clip <= 1.0:
             raise ValueError(f"optimizer.clip must be a quantile in (0, 1], 1.0 for none, received {self.clip!r}")
+        if self.name == "adamw":
+            self._refuse_matrix_options()
+        self._check_coefficients()
+
+    def _refuse_matrix_options(self) -> None:
+        plain = OptimizerRows()
+        for key in MATRIX_OPTIONS:
+            if getattr(self, key) != getattr(plain, key):
+                raise ValueError(
+                    f'optimizer.{key} is an option of Root and Muon, received it with name = "adamw"; '
+                    'leave it out, or set optimizer.name = "root"'
+                )
+
+    def _check_coefficients(self) -> None:
+        """A set of the library with these operands; a table is read where the optimizer is made."""
+        name = self.resolved().coefficients
+        if name is None or name.endswith(".toml"):
+            return
+        operands = "bf16" if self.operands is None else self.operands.format
+        try:
+            coefficients_for(name, 1024, 1024, steps=5, operands=operands, split=self.split)
+        except ValueError as error:
+            raise ValueError(f"optimizer.coefficients: {error}") from error
+
+    def resolved(self) -> OptimizerRows:
+        """The same with the optimizer's own coefficients and clip in place of None, where a name says which."""
+        absent = {key: value for key, value in _OWN.get(self.name or "", {}).items() if getattr(self, key) is None}
+        return replace(self, **absent) if absent else self
+
+    def for_adamw(self) -> OptimizerRows:
+        """What is left of them for AdamW: without the options of Root and Muon."""
+        plain = OptimizerRows()
+        return replace(self, name="adamw", **{key: getattr(plain, key) for key in MATRIX_OPTIONS})
 
     def to_dict(self) -> dict[str, Any]:
         """The keys that depart, as in TOML; empty for the plain optimizer."""
@@ -57,10 +100,6 @@ class OptimizerRows:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         found = {key: value for key, value in found.items() if value != getattr(plain, key)}
         return found | ({"operands": self.operands.to_dict()} if self.operands is not None else {})
-
-    def with_overrides(self, **overrides: Any) -> OptimizerRows:
-        """The same with the keys that are not None in place of its own."""
-        return replace(self, **{key: value for key, value in overrides.items() if value is not None})
 
 
 def optimizer_from_dict(data: dict[str, Any]) -> OptimizerRows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 from dataclasses import dataclass, field, fields
 from importlib import resources
@@ -21,6 +22,8 @@ from quatrain.nn import ATTENTION_OPERANDS, OPERANDS, AttentionRows, LinearRows,
 from quatrain.recipe.attention_rows import ATTENTION_KEYS, attention_from_dict, attention_to_dict, flat_rows
 from quatrain.recipe.optimizer import OptimizerRows, optimizer_from_dict
 from quatrain.toml import format_value
+
+_SHOWN = re.compile(r"\ufeff?(\S+)  [0-9a-f]{16}\n")  # how the text of `quatrain recipe show` begins
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,9 @@ def load_recipe(source: str | Path | Recipe) -> Recipe:
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} must be TOML, received text that does not parse: {error}") from error
+        shown = _SHOWN.match(text)
+        hint = f"; `quatrain recipe show {shown[1]} --resolved` writes a recipe as TOML" if shown else ""
+        raise ValueError(f"{where} must be TOML, received text that does not parse: {error}{hint}") from error
     if where.endswith(".toml"):
         data.setdefault("name", Path(where).stem)
     try:

@@ -25,17 +25,20 @@ def check_split(recipe: Recipe, linears: list[nn.Linear]) -> None:
 
 
 def split_notes(recipe: Recipe, linears: list[nn.Linear]) -> list[str]:
-    """For `Report.notes`: which linears are too small for the split or its rank, and where weight decay belongs."""
+    """For `Report.notes`: linears too small for the split or its rank, where decay belongs; that it does nothing."""
     wanted = recipe.linear.split
-    if wanted is None or wanted.kind == "mean":
+    if wanted is None:
         return []
+    if wanted.kind == "mean":
+        idle = not any(recipe.linear.rows)
+        return ['split = "mean" has no effect, as no operand of the linears is quantized'] if idle else []
     found = [_fitted(recipe, linear) for linear in linears]
     without, lower = sum(s is None for s in found), sum(s is not None and s.rank < wanted.rank for s in found)
     notes = [f"{without} linear(s) have a side under 32 and are quantized without the split"] if without else []
     if lower:
         notes.append(f"{lower} linear(s) have a side under {2 * wanted.rank} and are split with a lower rank")
     if wanted.has_factors:
-        notes.append("of the factors of a split only lowrank_left takes weight decay; the trainer sees to that")
+        notes.append("give weight decay to weight and lowrank_left, not to lowrank_right (the trainer does)")
     return notes
 
 

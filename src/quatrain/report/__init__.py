@@ -4,8 +4,8 @@
 intervals); `figures`, `tables` and `words` draw and say it; `page` puts the file together.
 """
 
-from quatrain.report.collect import find_runs
+from quatrain.report.collect import find_runs, read_runs
 from quatrain.report.gaps import summarise
 from quatrain.report.page import write_report
 
-__all__ = ["find_runs", "summarise", "write_report"]
+__all__ = ["find_runs", "read_runs", "summarise", "write_report"]

@@ -132,16 +132,23 @@ class OptimizerConfig:
         _require(0 <= self.beta < 1, "optimizer.beta must lie from 0 to under 1", self.beta)
         _require(self.eps > 0, "optimizer.eps must be positive", self.eps)
         _require(self.weight_decay >= 0, "optimizer.weight_decay must not be negative", self.weight_decay)
-        self.rows(OptimizerRows())
+        self.rows(OptimizerRows(coefficients="fitted"))  # which every recipe may have and any operands allow
 
     def rows(self, recipe: OptimizerRows) -> OptimizerRows:
-        """How state and products are kept: this table's keys, then the recipe's."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(OptimizerRows) if f.name != "operands"}
-        own["split"] = None if self.split == "none" else self.split
-        found = recipe.with_overrides(**own)
+        """How state and products are kept: this table's keys, then the recipe's.
+
+        Where this table chooses AdamW, what the recipe says of Root and Muon is left out.
+
+        Raises:
+            ValueError: a value that is not served, or keys that do not go together.
+        """
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(OptimizerRows)}
+        own = {key: value for key, value in own.items() if value is not None}
+        if "operands" in own:
+            own["operands"] = operands_of(own["operands"])
         if self.split == "none":
-            found = dataclasses.replace(found, split=None)
-        return found if self.operands is None else dataclasses.replace(found, operands=operands_of(self.operands))
+            own["split"] = None
+        return dataclasses.replace(recipe.for_adamw() if self.name == "adamw" else recipe, **own)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from quatrain.recipe import Recipe, load_recipe, set_precision
 from quatrain.train import records
 from quatrain.train.config import RunConfig, replace_in
 from quatrain.train.interrupts import watch
-from quatrain.train.optimizer import describe_optimizer, make_optimizer
+from quatrain.train.optimizer import describe_optimizer, make_optimizer, optimizer_rows
 from quatrain.train.parts import assemble
 from quatrain.train.process import settings
 from quatrain.train.progress import Display
@@ -88,6 +88,7 @@ class Trainer:
         self.total = config.total_steps
         self.schedule = wsd(config.schedule, config.optimizer.lr, self.total)
         self.phases = config.phases_of(self.recipe)
+        optimizer_rows(config, self.recipe.optimizer)  # refuses what clashes, before anything is made
         self.progress, self.stop, self.on_event = progress, stop, on_event
         self.step = 0
         self.train_seconds = 0.0

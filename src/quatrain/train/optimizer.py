@@ -31,10 +31,10 @@ def make_optimizer(
         recipe: the recipe's [optimizer].
 
     Raises:
-        ValueError: an option of Root or Muon together with AdamW.
+        ValueError: as `optimizer_rows`, or an option that does not fit the model.
     """
     config, seed = run.optimizer, run.train.seed
-    rows = config.rows(recipe)
+    rows = optimizer_rows(run, recipe)
     decayed: list[tuple[str, nn.Parameter]] = []
     free: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
@@ -48,7 +48,6 @@ def make_optimizer(
     ]
     if rows.name in ("root", "muon"):
         return _orthogonal(groups, config, rows, seed)
-    _refuse_matrix_options(rows)
     if rows.state == rows.embeddings == "fp32":
         for group in groups:
             group["params"] = [parameter for _, parameter in group["params"]]
@@ -59,11 +58,21 @@ def make_optimizer(
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, seed=seed, **_state_options(rows))
 
 
+def optimizer_rows(run: RunConfig, recipe: OptimizerRows) -> OptimizerRows:
+    """What the run and its recipe ask for together, with a name.
+
+    Raises:
+        ValueError: an option of Root or Muon with AdamW, or coefficients that the operands do not allow.
+    """
+    rows = run.optimizer.rows(recipe)
+    return dataclasses.replace(rows, name=rows.name or "adamw")
+
+
 def describe_optimizer(run: RunConfig, recipe: OptimizerRows) -> str:
     """Its name and how its state and products are kept, where that departs from fp32 and BF16."""
-    rows = run.optimizer.rows(recipe)
+    rows = optimizer_rows(run, recipe)
     words = optimizer_words(dataclasses.replace(rows, name=None))
-    return f"{rows.name or 'adamw'}  {words}".rstrip()
+    return f"{rows.name}  {words}".rstrip()
 
 
 def _orthogonal(
@@ -92,13 +101,3 @@ def _orthogonal(
 
 def _state_options(rows: OptimizerRows) -> dict[str, Any]:
     return {"state": rows.state, "embeddings": rows.embeddings, "tile": rows.tile, "faithful": rows.faithful}
-
-
-def _refuse_matrix_options(rows: OptimizerRows) -> None:
-    plain = OptimizerRows()
-    for key in ("operands", "coefficients", "split", "clip", "momentum"):
-        if getattr(rows, key) != getattr(plain, key):
-            raise ValueError(
-                f'optimizer.{key} is an option of Root and Muon, received it with name = "{rows.name or "adamw"}"; '
-                f'leave it out, or set optimizer.name = "root"'
-            )

@@ -21,6 +21,7 @@ from quatrain.recipe import Recipe, Report, apply
 from quatrain.telemetry import operand_snr, saved_bytes
 from quatrain.train import records
 from quatrain.train.config import RunConfig
+from quatrain.train.optimizer import optimizer_rows
 from quatrain.train.process import quiet_transformers
 from quatrain.train.progress import Display
 from quatrain.train.savings import linear_bytes_per_element
@@ -119,12 +120,13 @@ def assemble(config: RunConfig, recipe: Recipe, display: Display) -> Parts:
 
 
 def rehearse(config: RunConfig, recipe: Recipe) -> None:
-    """Whatever `assemble` can refuse without the data: the device, the model, the recipe on a model without weights.
+    """Whatever can be refused without the data: device, optimizer, model, the recipe on a model without weights.
 
     Raises:
         ValueError: as `assemble`.
     """
     pick_device(config.train.device)
+    optimizer_rows(config, recipe.optimizer)
     vocabulary = config.data.vocab_size if config.data.tokenizer == "bpe" else None
     with torch.device("meta"), warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")  # the run itself will say it

@@ -265,13 +265,18 @@ def _forget(out: Path) -> None:
 
 
 def _differences(out: Path, config: RunConfig, recipe: Recipe) -> list[str]:
-    """The dotted keys in which the folder's run and recipe differ from these, each as `key (old -> new)`."""
+    """The dotted keys in which the folder's run and recipe differ from these, each as `key (old -> new)`.
+
+    Of two recipes with different names only these and the fingerprints.
+    """
     found = []
     if (out / RUN).is_file():
         found += _compare(_read(out / RUN, _resolved), tomllib.loads(config.to_toml()), "")
     if (out / RECIPE).is_file():
         old = _read(out / RECIPE, load_recipe)
-        if old.fingerprint() != recipe.fingerprint():
+        if old.fingerprint() != recipe.fingerprint() and old.name != recipe.name:
+            found.append(f"recipe ({old.name} {old.fingerprint()} -> {recipe.name} {recipe.fingerprint()})")
+        elif old.fingerprint() != recipe.fingerprint():
             found += _compare(tomllib.loads(old.to_toml()), tomllib.loads(recipe.to_toml()), "recipe.") or ["recipe"]
     return found
 
