@@ -183,8 +183,9 @@ def test_a_run_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFix
     for out in (str(tmp_path), f"{tmp_path}/x/.."):
         (tmp_path / "x").mkdir(exist_ok=True)
         for more in ((), ("--restart",)):
-            code, _, err = call(capsys, "train", str(run), "--quiet", "--set", f"out={out}", *more)
-            assert code == 2 and "the run file itself, which would be overwritten; choose another out" in err
+            for way in (("--set", f"out={out}"), ("--out", out)):
+                code, _, err = call(capsys, "train", str(run), "--quiet", *way, *more)
+                assert code == 2 and "the run file itself, which would be overwritten; choose another out" in err
     assert run.read_text().startswith("# mine\n")
     assert call(capsys, "train", str(run), "--quiet")[0] == 0
     assert (

@@ -145,12 +145,13 @@ def _command(
 def _train_command(commands: argparse._SubParsersAction[_Parser]) -> None:
     examples = """
     quatrain train run.toml
-    quatrain train run.toml --recipe nvfp4-46 --set train.tokens=2_000_000 --set out=runs/long
+    quatrain train run.toml --recipe nvfp4-46 --set train.tokens=2_000_000 --out runs/long
     quatrain train run.toml --set optimizer.lr=1e-3 --restart
     """
     parser = _command(commands, "train", "train one run; the same command resumes it", examples)
     parser.add_argument("run_file", type=_path, metavar="RUN.toml", help="the run: model, data, training, schedule")
     parser.add_argument("--recipe", help="library name or path, in place of the run file's")
+    parser.add_argument("--out", type=_path, help="the run's folder (default: the run file's out)")
     _run_options(parser)
 
 

@@ -6,6 +6,7 @@ Bad input is a ValueError or an OSError whose text says what is wrong and what t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -43,6 +44,7 @@ def train(options: argparse.Namespace) -> None:
     from quatrain.train import train as train_run
 
     config = load_run(options.run_file, options.set, recipe=options.recipe)
+    config = config if options.out is None else dataclasses.replace(config, out=str(options.out))
     out = expand(config.out, "out")
     file, mine = expand(options.run_file, "the run file"), out / "run.toml"
     if mine.exists() and mine.samefile(file) and not is_signed(mine):
