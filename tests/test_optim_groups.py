@@ -1,6 +1,7 @@
 """Parameter groups of AdamW, Root and Muon: added late, moved, refused, misspelled, with learning rates as tensors."""
 
 import warnings
+from collections import UserList
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,10 +105,37 @@ def test_a_misspelled_option_of_a_group_is_refused(cls: Any, option: str, meant:
 
 
 def test_other_keys_of_a_group_are_the_users() -> None:
+    """Both halves of a group of Root have them; the rate that a schedule begins with is that of each."""
+    own = {
+        "lr_scale": 0.5, "name": "decay", "no_weight_decay": 0.0, "weight_decay_end": 0.1, "eps1": 1.0,
+        "momentum2": 2.0, "embedding": True, "adam": False, 3: "three",
+    }  # fmt: skip
+    for cls in (AdamW, Root, Muon):
+        w, v = tensors((64, 64), (64,))
+        group = {"params": [("w", w), ("v", v)], "lr": 0.5, "initial_lr": 1.0, "betas": (0.5, 0.75), **own}
+        optimizer = cls([group])
+        for found in optimizer.param_groups:
+            assert {key: found[key] for key in own} == own and found["initial_lr"] == 2 * found["lr"]
+        assert optimizer.param_groups[-1]["betas"] == (0.5, 0.75)
+        LambdaLR(optimizer, lambda t: 1.0, last_epoch=5)
+
+
+def test_numbers_come_in_any_sequence() -> None:
+    """As configuration libraries hand them over."""
+    w, v = tensors((64, 64), (64,))
+    assert AdamW([("v", v)], betas=UserList([0.5, 0.75])).param_groups[0]["betas"] == (0.5, 0.75)
+    root = Root([("w", w), ("v", v)], adamw={"betas": UserList([0.5, 0.75]), "fused": True, "amsgrad": False})
+    assert root.param_groups[1]["betas"] == (0.5, 0.75)
+    for lr in ("1e-3", None):
+        with pytest.raises(ValueError, match="lr must be a number or a tensor of one element"):
+            Root([("w", w)], lr=lr)
+
+
+def test_a_group_that_adamw_takes_may_say_so_either_way() -> None:
     (w,) = tensors((64, 64))
-    for cls in (AdamW, Root):
-        optimizer = cls([{"params": [("w", w)], "lr_scale": 0.5, "name": "decay", "initial_lr": 1e-3}])
-        assert optimizer.param_groups[0]["lr_scale"] == 0.5
+    for options in ({"betas": (0.5, 0.75)}, {"adamw": {"betas": (0.5, 0.75)}}, {"adamw": None, "betas": (0.5, 0.75)}):
+        optimizer = Root([{"params": [("w", w)], "treatment": "adamw", **options}])
+        assert optimizer.param_groups[0]["betas"] == (0.5, 0.75) and "adamw" not in optimizer.param_groups[0]
 
 
 @pytest.mark.parametrize("cls", [Root, Muon])

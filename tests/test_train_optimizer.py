@@ -9,7 +9,7 @@ import quatrain as qt
 from quatrain.optim import AdamW, Muon, Root
 from quatrain.train import load_run, train
 from quatrain.train.config import RunConfig
-from quatrain.train.optimizer import describe_optimizer, make_optimizer
+from quatrain.train.optimizer import describe_optimizer, make_optimizer, optimizer_rows
 from tiny_run import make_run
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -96,7 +96,6 @@ def test_recipes_say_what_departs() -> None:
             '[optimizer]\nname = "root"\ncoefficients = "jordan"\noperands = "nvfp4"',
             'optimizer.coefficients: coefficients="jordan" are for BF16',
         ),
-        ('[optimizer]\nname = "muon"\noperands = "nvfp4"', 'coefficients="jordan" are for BF16'),
         ('[optimizer]\ncoefficients = "jordon"', "no coefficient set 'jordon'"),
         ("optimizer = 3", r"\[optimizer\] must be a table"),
     ],
@@ -121,6 +120,20 @@ def test_options_that_clash_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="optimizer.clip is an option"):  # before anything is made
         train(make_run(tmp_path, "optimizer.clip=0.9"), recipe="bf16", progress=False)
     assert not out.exists()
+
+
+def test_a_run_may_complete_its_recipe(tmp_path: Path) -> None:
+    """What a recipe alone would be refused for is judged together with the run's keys, tables of files included."""
+    muon = qt.load_recipe('name = "a"\n[optimizer]\nname = "muon"\noperands = "nvfp4"\n')
+    noisy = qt.load_recipe('name = "b"\n[optimizer]\nname = "root"\noperands = { format = "mxfp4" }\n')
+    for recipe, key, message in ((muon, "coefficients=fitted", "are for BF16"), (noisy, "split=diagonal", "diverges")):
+        with pytest.raises(ValueError, match=message):
+            train(make_run(tmp_path), recipe=recipe, progress=False)
+        assert not (tmp_path / "out").exists()
+        optimizer_rows(make_run(tmp_path, f"optimizer.{key}"), recipe.optimizer)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        train(make_run(tmp_path, f"optimizer.coefficients={tmp_path}/nowhere.toml"), recipe="root", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_adamw_of_the_run_leaves_out_what_the_recipe_says_of_root(tmp_path: Path) -> None:

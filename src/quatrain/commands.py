@@ -113,7 +113,8 @@ def recipe(options: argparse.Namespace) -> None:
     else:
         changes = differences(*recipes)
         rows = [("", recipes[0].name, recipes[1].name), *changes]
-        print(_columns(rows) if changes else "no difference")
+        same = len({recipe.fingerprint() for recipe in recipes}) == 1
+        print(_columns(rows) if changes else "no difference" + ("" if same else " in effect; one writes out a default"))
 
 
 def _list_recipes() -> None:

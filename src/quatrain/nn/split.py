@@ -74,15 +74,12 @@ class Split:
             )
         if self.kind == "svd" and self.parametrize:
             return
-        plain = Split()
-        self._refuse([f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)])
-
-    def _refuse(self, given: list[str]) -> None:
-        """Raise ValueError where a key that is given has nothing to act on."""
-        if self.kind == "mean" and set(given) - {"kind"}:
+        plain = Split()  # whose options may be written out: files of earlier runs do
+        given = [f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)]
+        if self.kind == "mean" and given != ["kind"]:
             raise ValueError('split = "mean" has no options; leave rank, beta, mode and the others out')
         idle = [key for key in _OF_REALIGNMENT if key in given]
-        if not self.parametrize and idle:
+        if idle:
             raise ValueError(
                 f"split.parametrize = false has nothing to realign, received {' and '.join(idle)}; "
                 "leave every and state out, or parametrize"
@@ -101,18 +98,16 @@ class Split:
         return replace(self, rank=rank) if rank else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As in TOML, every default filled in but those of options that the split does not have."""
-        if self.kind == "mean":
-            return {"kind": self.kind}
-        names = [f.name for f in fields(self) if self.parametrize or f.name not in _OF_REALIGNMENT]
-        return {name: getattr(self, name) for name in names}
+        """As in TOML, every default filled in."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return found if self.kind == "svd" else {"kind": self.kind}
 
     @classmethod
     def from_dict(cls, data: str | dict[str, Any]) -> Split:
         """From TOML: a kind alone, or a table.
 
         Raises:
-            ValueError: an unknown key, a value of another type, one that is not served, or a key without effect.
+            ValueError: an unknown key, a value of another type, or one that is not served.
         """
         table = {"kind": data} if isinstance(data, str) else data
         valid = tuple(f.name for f in fields(cls))
@@ -126,9 +121,7 @@ class Split:
             kind, words = _TYPES.get(key, (str, "text"))
             if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
                 raise ValueError(f"split.{key} must be {words}, received {value!r}")
-        split = cls(**table)
-        split._refuse(list(table))
-        return split
+        return cls(**table)
 
 
 def describe_split(split: Split) -> str:

@@ -130,7 +130,7 @@ class AdamW(Optimizer):
         Raises:
             ValueError: an option of the group, or one of its parameters.
         """
-        refuse_misspelled(param_group, (*self.defaults, "params", "param_names"))
+        refuse_misspelled(param_group, OPTIONS)
         super().add_param_group(param_group)
         try:
             _check_group(param_group)
@@ -301,8 +301,10 @@ def _check_group(group: dict[str, Any]) -> None:
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, received {tuple(group['lr'].shape)}; give a scalar")
     two = "betas must be two numbers in [0, 1)"
-    _require(isinstance(group["betas"], tuple | list), two, group["betas"])
-    betas = group["betas"] = tuple(float(beta) for beta in group["betas"])
+    try:
+        betas = group["betas"] = tuple(float(beta) for beta in group["betas"])
+    except TypeError as error:
+        raise ValueError(f"{two}, received {group['betas']!r}") from error
     _require(group["lr"] >= 0, "lr must not be negative", group["lr"])
     _require(group["eps"] >= 0, "eps must not be negative", group["eps"])
     _require(group["weight_decay"] >= 0, "weight_decay must not be negative", group["weight_decay"])

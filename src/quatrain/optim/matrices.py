@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,15 +13,18 @@ from torch import Tensor
 
 from quatrain.formats import QuantSpec
 from quatrain.kernels.newton_schulz import SPLITS, Iteration, Triple
-from quatrain.optim.adamw import MASTERS
+from quatrain.optim.adamw import MASTERS, OPTIONS
 from quatrain.optim.coefficients import Coefficients, coefficients_for
 from quatrain.optim.momentum import MOMENTUM_STATES, empty_momentum, matrix_shape
 from quatrain.optim.plain import empty_master
-from quatrain.optim.routing import role_of
+from quatrain.optim.routing import refuse_misspelled, role_of
 
 Member = tuple[str | None, Tensor]
 Options = Mapping[str, Any]
 
+ADAMW_LR = 0.1  # AdamW's lr over the matrices' where the size of updates is not matched to AdamW's
+_WITHOUT_EFFECT = ("amsgrad", "foreach", "fused", "capturable", "differentiable")  # arguments of AdamW, checked there
+_OWN = ("params", "param_names", "treatment", "automatic", "adamw")  # of groups of Root and Muon
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 NARROWEST = 16  # rows and columns of a matrix that is orthogonalized
 BATCH_ELEMENTS = 1 << 26  # matrices of one shape go through the iteration together, up to so many elements
@@ -48,6 +52,44 @@ def members_of(params: Any) -> list[Member]:
 def as_given(members: Sequence[Member]) -> list[Any]:
     """`members` in the form in which torch's optimizers take them."""
     return [parameter if name is None else (name, parameter) for name, parameter in members]
+
+
+def refuse_unknown(options: Options) -> None:
+    """Raise where `adamw=` of Root and Muon has a key that is no option of AdamW.
+
+    Raises:
+        ValueError: the key, and those there are.
+    """
+    unknown = [option for option in options if option not in (*OPTIONS, *_WITHOUT_EFFECT)]
+    if unknown:
+        raise ValueError(f"adamw takes {', '.join(OPTIONS)}, received {', '.join(map(repr, unknown))}")
+
+
+def options_of_others(defaults: Options, adamw: Options, options: Options, treatment: str) -> dict[str, Any]:
+    """AdamW's options for the tensors of a group that are no matrices; keys of the user's own go along.
+
+    Args:
+        defaults: of the optimizer.
+        adamw: what it was given for AdamW.
+        options: of the group.
+        treatment: of the group.
+
+    Raises:
+        ValueError: a learning rate that is no number, or a misspelled option.
+    """
+    group = {**defaults, **options}
+    if not isinstance(group["lr"], Real | Tensor):
+        raise ValueError(f"lr must be a number or a tensor of one element, received {group['lr']!r}")
+    share = 1.0 if group["adjust_lr_fn"] == "match_rms_adamw" else ADAMW_LR
+    found = {key: group[key] for key in ("weight_decay", "master", "seed")}
+    found |= {key: value for key, value in options.items() if key not in defaults and key not in _OWN}
+    # Tensors of their own: schedulers write into them.
+    found |= {key: group[key] * share for key in ("lr", "initial_lr") if key in group}
+    own = dict(options.get("adamw") or {})
+    refuse_misspelled(own, OPTIONS)
+    if treatment == "adamw":
+        return found | {**adamw, **{key: value for key, value in options.items() if key != "adamw"}, **own}
+    return found | {**adamw, **own}
 
 
 def obstacle(name: str | None, parameter: Tensor) -> str | None:

@@ -26,6 +26,8 @@ from quatrain.optim.matrices import (
     members_of,
     method,
     obstacle,
+    options_of_others,
+    refuse_unknown,
     state_size,
 )
 from quatrain.optim.momentum import as_matrix, load_momentum, matrix_shape, store_momentum
@@ -47,7 +49,6 @@ from quatrain.optim.state import load_exact, state_bytes, with_float8, without_f
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 TREATMENTS = ("auto", "orthogonal", "adamw")
-ADAMW_LR = 0.1  # AdamW's lr over the matrices' where the size of updates is not matched to AdamW's
 
 
 class Root(Optimizer):
@@ -125,6 +126,7 @@ class Root(Optimizer):
         self._adamw: AdamW | None = None
         self._seeds: dict[tuple[Any, ...], Tensor] = {}
         self._adamw_options = dict(adamw or {})
+        refuse_unknown(self._adamw_options)
         defaults: dict[str, Any] = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
@@ -141,13 +143,13 @@ class Root(Optimizer):
         Raises:
             ValueError: an option of the group, or one of its parameters.
         """
-        refuse_misspelled(param_group, (*self.defaults, "params", "param_names", "treatment", "adamw"))
+        refuse_misspelled(param_group, (*self.defaults, *OPTIONS, "treatment"))
         options = dict(param_group)
         members = members_of(options.pop("params"))
         treatment = options.pop("treatment", "auto")
         if treatment not in TREATMENTS:
             raise ValueError(f"treatment must be one of {', '.join(TREATMENTS)}, received {treatment!r}")
-        others = self._options_of_others(options, treatment)
+        others = options_of_others(self.defaults, self._adamw_options, options, treatment)
         wanted = [treatment == "orthogonal" or (treatment == "auto" and not obstacle(*m)) for m in members]
         matrices = [m for m, is_matrix in zip(members, wanted, strict=True) if is_matrix]
         rest = [m for m, is_matrix in zip(members, wanted, strict=True) if not is_matrix]
@@ -177,22 +179,6 @@ class Root(Optimizer):
         if isinstance(group["coefficients"], Path):
             group["coefficients"] = str(group["coefficients"])
         check_group(group)
-
-    def _options_of_others(self, options: dict[str, Any], treatment: str) -> dict[str, Any]:
-        """AdamW's options for the tensors of a group that are no matrices."""
-        group = self.defaults | options
-        matched = group["adjust_lr_fn"] == "match_rms_adamw"
-        own = self._adamw_options | dict(options.get("adamw", {}))
-        unknown = [option for option in own if option not in OPTIONS]
-        if unknown:
-            raise ValueError(f"adamw takes {', '.join(OPTIONS)}, received {', '.join(map(repr, unknown))}")
-        inherited = {
-            "lr": group["lr"] * (1.0 if matched else ADAMW_LR),  # a tensor of its own: schedulers write into it
-            "weight_decay": group["weight_decay"],
-            "master": group["master"],
-            "seed": group["seed"],
-        }
-        return inherited | (self._adamw_options | options if treatment == "adamw" else own)
 
     def _add_others(self, options: dict[str, Any], members: list[Member]) -> None:
         taken = {p for group in self.param_groups for p in group["params"]}

@@ -6,7 +6,6 @@ tensor of at least 2 dimensions and 4,096 elements counts as a hidden matrix.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import re
@@ -22,6 +21,7 @@ Kind = Literal["matrix", "embedding", "head", "vector", "small"]
 
 SMALLEST = 4096  # elements; fewer are not worth a launch (torchao and bitsandbytes draw the line here too)
 NARROWEST = 16  # columns: one NVFP4 block
+_LONG_ENOUGH = 5  # letters of an option, for another name to be a slip of it rather than a word
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _EMBEDDING = re.compile(r"(^|_)(embed|embeds|embedder|embedding|embeddings|emb|wte|wpe)(_|$)")
@@ -158,19 +158,32 @@ def refuse_repeated(groups: Sequence[Mapping[str, Any]]) -> None:
         seen.update(() if name is None else (canonical(name),))
 
 
-def refuse_misspelled(options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise where an option of a group is almost a known one, which would be left at its default in silence.
+def refuse_misspelled(options: Mapping[Any, Any], known: Iterable[str]) -> None:
+    """Raise where an option of a group is one slip away from a known one, which would stay at its default in silence.
 
-    Other keys are the user's own, as with torch's optimizers.
+    Other keys are the user's own, as with torch's optimizers; so are flags, and names with a number at the end.
 
     Raises:
         ValueError: the option, and the one that may be meant.
     """
-    known = list(known)
-    for option in options:
-        near = [] if option in known else difflib.get_close_matches(option, known, n=1, cutoff=0.85)
+    known = [name for name in known if len(name) >= _LONG_ENOUGH]
+    for option, value in options.items():
+        own = not isinstance(option, str) or isinstance(value, bool) or option[-1:].isdigit() or option in known
+        near = [] if own else [name for name in known if _one_slip(option, name)]
         if near:
             raise ValueError(f'a group has no option "{option}"; did you mean "{near[0]}"?')
+
+
+def _one_slip(a: str, b: str) -> bool:
+    """Whether one letter too many, missing or wrong, or two that changed places, make one of the other."""
+    if len(a) == len(b):
+        wrong = [i for i in range(len(a)) if a[i] != b[i]]
+        swapped = (
+            len(wrong) == 2 and wrong[1] == wrong[0] + 1 and a[wrong[0]] + a[wrong[1]] == b[wrong[1]] + b[wrong[0]]
+        )
+        return len(wrong) == 1 or swapped
+    shorter, longer = sorted((a, b), key=len)
+    return len(longer) == len(shorter) + 1 and any(longer[:i] + longer[i + 1 :] == shorter for i in range(len(longer)))
 
 
 def label_of(group: Mapping[str, Any], position: int, first: int) -> str:

@@ -65,8 +65,7 @@ def _split_changes(a: Split | None, b: Split | None) -> list[tuple[str, str, str
         words = ["-" if s is None else describe_split(s) for s in (a, b)]
         return [("split", words[0], words[1])]
     before, after = a.to_dict(), b.to_dict()
-    keys = before if len(before) >= len(after) else after  # a split that is not parametrized has fewer
-    return [(f"split.{k}", _text(before.get(k)), _text(after.get(k))) for k in keys if before.get(k) != after.get(k)]
+    return [(f"split.{k}", _text(before[k]), _text(after[k])) for k in before if before[k] != after[k]]
 
 
 def _row_changes(name: str, a: QuantSpec | None, b: QuantSpec | None) -> list[tuple[str, str, str]]:

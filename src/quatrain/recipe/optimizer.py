@@ -35,8 +35,8 @@ class OptimizerRows:
         momentum: how the momentum of Root and Muon is kept: "bf16", "fp32" or "nvfp4".
 
     Raises:
-        ValueError: a value that is not served, an option of Root and Muon with AdamW, or coefficients that the operands
-            do not allow.
+        ValueError: a value that is not served, an option of Root and Muon with AdamW, or operands beside coefficients
+            that they do not allow.
     """
 
     name: str | None = None
@@ -62,7 +62,8 @@ class OptimizerRows:
             raise ValueError(f"optimizer.clip must be a quantile in (0, 1], 1.0 for none, received {self.clip!r}")
         if self.name == "adamw":
             self._refuse_matrix_options()
-        self._check_coefficients()
+        if self.coefficients is not None and not self.coefficients.endswith(".toml"):
+            self._allow(self.coefficients, self.split or "diagonal")  # the run may still add that
 
     def _refuse_matrix_options(self) -> None:
         plain = OptimizerRows()
@@ -73,14 +74,21 @@ class OptimizerRows:
                     'leave it out, or set optimizer.name = "root"'
                 )
 
-    def _check_coefficients(self) -> None:
-        """A set of the library with these operands; a table is read where the optimizer is made."""
+    def check_coefficients(self) -> None:
+        """Whether the operands allow the coefficients, the optimizer's own or a table's included.
+
+        Raises:
+            ValueError: they do not, or there is no such set, or a file is no table of any.
+            FileNotFoundError: there is no such file.
+        """
         name = self.resolved().coefficients
-        if name is None or name.endswith(".toml"):
-            return
+        if name is not None:
+            self._allow(name, self.split)
+
+    def _allow(self, coefficients: str, split: str | None) -> None:
         operands = "bf16" if self.operands is None else self.operands.format
         try:
-            coefficients_for(name, 1024, 1024, steps=5, operands=operands, split=self.split)
+            coefficients_for(coefficients, 1024, 1024, steps=5, operands=operands, split=split)
         except ValueError as error:
             raise ValueError(f"optimizer.coefficients: {error}") from error
 

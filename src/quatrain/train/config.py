@@ -132,7 +132,7 @@ class OptimizerConfig:
         _require(0 <= self.beta < 1, "optimizer.beta must lie from 0 to under 1", self.beta)
         _require(self.eps > 0, "optimizer.eps must be positive", self.eps)
         _require(self.weight_decay >= 0, "optimizer.weight_decay must not be negative", self.weight_decay)
-        self.rows(OptimizerRows(coefficients="fitted"))  # which every recipe may have and any operands allow
+        self.rows(OptimizerRows())
 
     def rows(self, recipe: OptimizerRows) -> OptimizerRows:
         """How state and products are kept: this table's keys, then the recipe's.

@@ -63,9 +63,12 @@ def optimizer_rows(run: RunConfig, recipe: OptimizerRows) -> OptimizerRows:
 
     Raises:
         ValueError: an option of Root or Muon with AdamW, or coefficients that the operands do not allow.
+        FileNotFoundError: there is no such table of coefficients.
     """
     rows = run.optimizer.rows(recipe)
-    return dataclasses.replace(rows, name=rows.name or "adamw")
+    rows = dataclasses.replace(rows, name=rows.name or "adamw")
+    rows.check_coefficients()
+    return rows
 
 
 def describe_optimizer(run: RunConfig, recipe: OptimizerRows) -> str:
