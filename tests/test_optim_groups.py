@@ -120,6 +120,13 @@ def test_other_keys_of_a_group_are_the_users() -> None:
         LambdaLR(optimizer, lambda t: 1.0, last_epoch=5)
 
 
+def test_a_schedule_begins_with_adamws_own_rate() -> None:
+    w, v = tensors((64, 64), (64,))
+    optimizer = Root([{"params": [("w", w), ("v", v)], "lr": 1e-3, "initial_lr": 1e-3}], adamw={"lr": 3e-4})
+    LambdaLR(optimizer, lambda t: 0.5, last_epoch=5)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 1.5e-4]
+
+
 def test_numbers_come_in_any_sequence() -> None:
     """As configuration libraries hand them over."""
     w, v = tensors((64, 64), (64,))

@@ -89,7 +89,10 @@ def options_of_others(defaults: Options, adamw: Options, options: Options, treat
     refuse_misspelled(own, OPTIONS)
     if treatment == "adamw":
         return found | {**adamw, **{key: value for key, value in options.items() if key != "adamw"}, **own}
-    return found | {**adamw, **own}
+    given = {**adamw, **own}
+    if "lr" in given and "initial_lr" in found:
+        given.setdefault("initial_lr", given["lr"])  # a schedule begins with AdamW's own, not with the matrices'
+    return found | given
 
 
 def obstacle(name: str | None, parameter: Tensor) -> str | None:
